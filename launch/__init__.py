@@ -1,0 +1,1 @@
+"""Commands that start SGLang with KV retrieval: the demo, the test suite, and recipes for models."""

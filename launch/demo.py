@@ -1,0 +1,135 @@
+"""Asks a server with KV retrieval two questions about one long document, and shows what retrieval did.
+
+Run it with ``bash launch/demo.sh [--keep] [--port N]``, which installs what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sglang_freekv.launch.server import Server, ServerFailed, ensure_free, free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDLE = ROOT / "benchmarks" / "needle"
+LOG = ROOT / ".out" / "demo.log"
+
+SEED = 0
+LENGTH_TOKENS = 6144
+QUESTIONS = ("magic-number", "code-word")
+MAX_ANSWER_TOKENS = 16
+
+FLAGS = (
+    "--model-path benchmarks/needle/model --kv-retrieval freekv --freekv-budget 512 --freekv-sink 128 --freekv-window 128 "
+    "--max-running-requests 4 --max-total-tokens 65536 --enable-metrics --enable-cache-report"
+).split()
+FLAGS_ON_CPU = "--device cpu".split()
+FLAGS_ON_GPU = "--sampling-backend pytorch --cuda-graph-max-bs 4 --cuda-graph-backend-prefill disabled".split()
+
+
+def say(text: str) -> None:
+    print(f"demo: {text}", flush=True)
+
+
+def load_prompts() -> list:
+    """One prompt for each of ``QUESTIONS``, all about the same document."""
+    sys.path.insert(0, str(NEEDLE))
+    from tasks import make_document
+
+    document = make_document(np.random.default_rng(SEED), LENGTH_TOKENS, tasks=QUESTIONS)
+    return [document.ask(fact) for fact in document.facts[: len(QUESTIONS)]]
+
+
+def ask(server: Server, messages: list[dict[str, str]]) -> dict:
+    """``return_meta_info`` adds SGLang's ``meta_info``, which holds the request's retrieval counts, to each choice."""
+    body = {"model": "needle", "messages": messages, "temperature": 0, "max_tokens": MAX_ANSWER_TOKENS, "return_meta_info": True}
+    return server.post("/v1/chat/completions", body)
+
+
+def describe(reply: dict) -> list[str]:
+    """What the server did for one question, in lines."""
+    usage, counts = reply["usage"], reply["choices"][0]["meta_info"].get("freekv")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    lines = [f"{usage['prompt_tokens']} prompt tokens, {cached} of them from the prefix cache"]
+    if counts is None:
+        return [*lines, "no retrieval: the server reports none"]
+    return [
+        *lines,
+        f"{counts['context_pages']} pages in the context, {counts['attended_pages']} attended to by each kv head in each of "
+        f"{counts['decode_steps']} decode steps",
+        f"{counts['pages_recalled']} pages recalled from host memory, {counts['hits']} selected pages already on the device "
+        "(counted per kv head and layer)",
+        f"{counts['heads_corrected']} kv heads corrected",
+    ]
+
+
+def put(server: Server, number: int, prompt) -> bool:
+    """Asks one question and shows the answer; returns whether it is right."""
+    started = time.monotonic()
+    reply = ask(server, list(prompt.messages))
+    seconds = time.monotonic() - started
+    answer = reply["choices"][0]["message"]["content"]
+    right = answer == prompt.answer_text
+    verdict = "right" if right else f"WRONG, expected{prompt.answer_text}"
+    print(f"\nQuestion {number}  {prompt.messages[-1]['content']}")
+    print(f"  answer   {answer.strip()}  ({verdict}, {seconds:.1f} s)")
+    for title, line in zip(("prompt", "pages", "recall", "correct"), describe(reply)):
+        print(f"  {title:8} {line}", flush=True)
+    return right
+
+
+def run(server: Server) -> bool:
+    say(str(server))
+    say(f"the server's log is {server.log.relative_to(ROOT)}")
+    say(f"ready after {server.wait_until_ready(say):.0f} s")
+    prompts = load_prompts()
+    say(f"asking {len(prompts)} questions about one document of {LENGTH_TOKENS} tokens")
+    right = sum(put(server, number, prompt) for number, prompt in enumerate(prompts, 1))
+    print(f"\n{right} of {len(prompts)} answers are right.", flush=True)
+    return right == len(prompts)
+
+
+def show_how_to_use(server: Server) -> None:
+    say(f"the server stays up at {server.url}, process {server.process.pid}")
+    say(f"  totals: curl {server.url}/server_info    metrics: curl {server.url}/metrics")
+    say(f"  stop it: kill {server.process.pid}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="launch/demo.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", action="store_true", help="leave the server running")
+    parser.add_argument("--port", type=int, help="port of the server (default: a free one)")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    on_gpu = torch.cuda.is_available()
+    say(f"starting SGLang with KV retrieval on {torch.cuda.get_device_name() if on_gpu else 'the CPU'}")
+    server = keep = None
+    try:
+        port = free_port() if arguments.port is None else ensure_free(arguments.port)
+        server = Server([*FLAGS, *(FLAGS_ON_GPU if on_gpu else FLAGS_ON_CPU)], port, LOG, ROOT)
+        passed = run(server)
+        keep = arguments.keep
+        return 0 if passed else 1
+    except ServerFailed as error:
+        say(f"failed: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    finally:
+        if keep:
+            show_how_to_use(server)
+        elif server is not None:
+            say("stopping the server" if server.is_alive() else "the server is down")
+            server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up .venv if that has not been done, starts SGLang with KV retrieval on the needle model, and asks it two questions:
+#   bash launch/demo.sh [--keep] [--port N]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+exec .venv/bin/python launch/demo.py "$@"

@@ -1,0 +1,159 @@
+"""A local SGLang server as a child process: start it, watch it come up, ask it, stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+START_DEADLINE_S = 600
+STOP_DEADLINE_S = 30
+HEARTBEAT_S = 10
+POLL_S = 0.5
+TAIL_LINES = 30
+
+ACTIVATION = "KV retrieval is on"
+PHASES = {  # what the log says -> what begins with it
+    "server_args=": "starting the scheduler process",
+    "Init torch distributed begin": "preparing the device",
+    "Load weight begin": "loading weights",
+    "Load weight end": "building the KV pools",
+    "CUDA graph begin": "capturing CUDA graphs",
+    "Started server process": "warming up",
+}
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or went away."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ensure_free(port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise ServerFailed(f"--port {port}: {error}; leave --port out to take a free one") from None
+    return port
+
+
+class Server:
+    """``python -m sglang.launch_server`` in a process group of its own.
+
+    Args:
+        flags: arguments of the server, the port excepted.
+        port: where it listens on 127.0.0.1.
+        log: file that takes what it prints.
+        cwd: directory it runs in.
+    """
+
+    def __init__(self, flags: Sequence[str], port: int, log: Path, cwd: Path) -> None:
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        self.command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(port)]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                self.command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def __str__(self) -> str:
+        return shlex.join(["python", *self.command[1:]])
+
+    def wait_until_ready(self, say: Callable[[str], None]) -> float:
+        """Waits until the server answers, and says what it is doing meanwhile.
+
+        Returns:
+            Seconds that took.
+
+        Raises:
+            ServerFailed: it exited, or did not answer within ``START_DEADLINE_S``.
+        """
+        started, said, phase = time.monotonic(), 0.0, "importing SGLang"
+        with self.log.open(errors="replace") as log:
+            while not self._is_healthy():
+                elapsed = time.monotonic() - started
+                self._ensure_alive()
+                if elapsed > START_DEADLINE_S:
+                    raise ServerFailed(f"the server did not answer within {START_DEADLINE_S} s; it was {phase}\n{self.tail()}")
+                lines = log.readlines()
+                for line in lines:
+                    if ACTIVATION in line:
+                        say(line[line.index(ACTIVATION) :].strip())
+                reached = [name for line in lines for mark, name in PHASES.items() if mark in line]
+                if reached or elapsed >= said:
+                    phase = reached[-1] if reached else phase
+                    say(f"{elapsed:4.0f} s  {phase}")
+                    said = elapsed + HEARTBEAT_S
+                time.sleep(POLL_S)
+        return time.monotonic() - started
+
+    def get(self, path: str, timeout_s: float = 60) -> dict:
+        return self._send(urllib.request.Request(self.url + path), timeout_s)
+
+    def post(self, path: str, body: dict, timeout_s: float = 300) -> dict:
+        headers = {"Content-Type": "application/json"}
+        return self._send(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
+
+    def _send(self, request: urllib.request.Request, timeout_s: float) -> dict:
+        try:
+            with self._http.open(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise ServerFailed(f"{request.full_url} answered {error.code}: {error.read().decode(errors='replace')}") from None
+        except OSError as error:
+            self._ensure_alive(grace_s=10)
+            raise ServerFailed(f"{request.full_url}: {error}\n{self.tail()}") from None
+
+    def _is_healthy(self) -> bool:
+        try:
+            with self._http.open(self.url + "/health_generate", timeout=30):
+                return True
+        except OSError:
+            return False
+
+    def _ensure_alive(self, grace_s: float = 0) -> None:
+        """Raises ServerFailed if the process has exited, or does so within ``grace_s``."""
+        try:
+            code = self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            return
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        raise ServerFailed(f"the server {how}\n{self.tail()}")
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def tail(self) -> str:
+        """The end of the log."""
+        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n".join(["the end of its log:", *(f"  | {line}" for line in lines), f"the whole log: {self.log}"])
+
+    def stop(self) -> None:
+        """Asks the server to drain and exit, then ends what is left of its process group."""
+        try:
+            self.process.terminate()
+            self.process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait()

@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Installs the package with everything its tests and its demo need into .venv of the checkout.
+# Done already: returns at once. Needs no environment variable; the log is .out/setup.log.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=$PWD/.venv
+log=$PWD/.out/setup.log
+supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))'
+
+say() { printf 'setup: %s\n' "$*"; }
+
+fail() {
+  printf 'setup: %s\n' "$@" >&2
+  exit 1
+}
+
+# The first of the usual interpreters that the package supports.
+find_python() {
+  local name
+  for name in python3.11 python3.12 python3; do
+    if "$name" -c "$supported" 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+# Debian packages that are missing. Those after nvidia-smi are for Triton, which compiles C, and for sgl_kernel.
+missing_packages() {
+  local python=$1
+  if [ -z "$python" ]; then
+    echo python3 python3-venv
+  elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    echo python3-venv
+  fi
+  nvidia-smi >/dev/null 2>&1 || return 0
+  command -v gcc >/dev/null || echo gcc libc6-dev
+  ldconfig -p | grep -q libnuma.so.1 || echo libnuma1
+  if [ -n "$python" ]; then
+    "$python" -c 'import sysconfig as s, os, sys; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+      echo python3-dev
+  fi
+}
+
+last_step() {
+  grep -oE '^ *(Collecting|Downloading|Using cached|Building|Installing|Get:|Unpacking|Setting up)[^(,]{0,70}' "$log" |
+    tail -n 1 | sed 's/^ *//; s/ *$//' || true
+}
+
+size_of() { du -sh "$1" 2>/dev/null | cut -f 1; }
+
+# Runs a command with its output in the log. Prints a line every 15 s, and the end of the log if it fails.
+quietly() {
+  local what=$1 started=$SECONDS beat=15 status=0
+  shift
+  say "$what"
+  printf '\n== %s\n' "$*" >>"$log"
+  "$@" >>"$log" 2>&1 </dev/null 9>&- &
+  local pid=$!
+  trap 'kill '"$pid"' 2>/dev/null; say "stopped"; exit 130' INT TERM
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 1
+    if ((SECONDS - started >= beat)); then
+      say "  $((SECONDS - started)) s, .venv holds $(size_of "$venv"): $(last_step)"
+      beat=$((beat + 15))
+    fi
+  done
+  wait "$pid" || status=$?
+  trap - INT TERM
+  if ((status)); then
+    tail -n 40 "$log" | grep -v '^ *WARNING' | tail -n 20 >&2
+    say "failed with exit code $status after $((SECONDS - started)) s: $what; the whole log is $log" >&2
+    exit "$status"
+  fi
+}
+
+install_packages() {
+  local root=()
+  if [ "$(id -u)" != 0 ]; then
+    sudo -n true 2>/dev/null || fail "these system packages are missing: $*" "run as root: apt-get install $*"
+    root=(sudo -n)
+  fi
+  command -v apt-get >/dev/null || fail "these Debian packages, or what your system calls them, are missing: $*"
+  quietly "reading the package lists" "${root[@]}" apt-get update
+  quietly "installing $*" "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+}
+
+pip_install() {
+  # TMPDIR: downloads and wheels in progress need gigabytes, which /tmp may not have.
+  mkdir -p "$venv/tmp"
+  quietly "$1" env TMPDIR="$venv/tmp" "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "${@:2}"
+  rm -rf "$venv/tmp"
+}
+
+mkdir -p .out
+exec 9>.out/setup.lock
+flock -n 9 || { say "another setup is running in this checkout; waiting for it" && flock 9; }
+
+wanted="$(sha256sum pyproject.toml launch/setup.sh | sha256sum) $PWD"
+if [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c "$supported" 2>/dev/null; then
+  exit 0
+fi
+
+started=$SECONDS
+: >"$log"
+python=$venv/bin/python
+[ -x "$python" ] || python=$(find_python || true)
+packages=($(missing_packages "$python"))
+((${#packages[@]} == 0)) || install_packages "${packages[@]}"
+if [ ! -x "$venv/bin/python" ]; then
+  python=$(find_python) || fail "Python 3.11 or 3.12 is needed, found $(python3 --version 2>&1); install one and run this again"
+  quietly "making .venv with $("$python" --version)" "$python" -m venv "$venv"
+fi
+"$venv/bin/python" -c "$supported" ||
+  fail "$venv has $("$venv/bin/python" --version 2>&1), expected 3.11 or 3.12; remove that directory and run this again"
+pip_install "updating pip" --upgrade 'pip>=24'
+pip_install "installing sglang-freekv and SGLang 0.5.17: a download of 4 GB, 9 GB on disk, 13 GB while it runs" --editable '.[test]'
+printf '%s' "$wanted" >"$venv/installed"
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,1 @@
+"""Where the KV lives: host pages, digests, device slots, and the streams between them."""

@@ -1,0 +1,45 @@
+"""DigestPool: the digest of every full page, on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_freekv.memory_pool.host_pool import HostPool
+
+
+class DigestPool:
+    """Digests of all retrieval layers, indexed by host page, so that a prefix hit finds them in place.
+
+    Args:
+        num_layers: retrieval layers.
+        shape: ``(n_page, H, *digest)`` with the policy's digest shape.
+    """
+
+    def __init__(self, num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def check_integrity(self, host: HostPool, host_pages: torch.Tensor, policy) -> None:
+        """Raise RuntimeError unless the digests of ``host_pages`` are those of the keys that the host pool holds.
+
+        Args:
+            host: the pages.
+            host_pages: ``[N]`` full pages to examine.
+            policy: whose ``digest`` is repeated.
+        """
+        for index, (digests, pages) in enumerate(zip(self.layers, host.layers)):
+            keys = pages[host_pages.cpu(), :, 0].to(digests.device).transpose(1, 2)  # [N, S, H, D]
+            num_pages, page_size, num_heads, _ = keys.shape
+            order = torch.arange(num_pages, device=digests.device)
+            expected = torch.empty_like(digests[:num_pages])
+            policy.digest(keys.flatten(0, 1), (order * page_size)[:, None].expand(-1, num_heads), order, expected, page_size)
+            wrong = (digests[host_pages] != expected).flatten(1).any(1)
+            if wrong.any():
+                bad = host_pages[wrong].tolist()
+                raise RuntimeError(
+                    f"digest pool, retrieval layer {index}: {len(bad)} of {num_pages} pages examined do not match "
+                    f"the host pool, first {bad[:8]}"
+                )

@@ -1,0 +1,37 @@
+"""HostPool: the KV of every full page, in CPU memory."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostPool:
+    """Pages of all retrieval layers, HND (paper section 4.2): one (page, kv head) is one contiguous unit.
+
+    Which pages are free, and who owns the others, is known to SGLang's allocator and radix tree alone. A page is written
+    whole, once, when its last token is known; page 0 is SGLang's padding page and is never written.
+
+    Args:
+        num_layers: retrieval layers.
+        num_pages: pages, the padding page included.
+        unit_shape: ``(H, 2, S, D)`` of one page.
+        pin: page-lock the memory for the device to read it.
+    """
+
+    def __init__(self, num_layers: int, num_pages: int, unit_shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
+        self.layers = [torch.zeros((num_pages, *unit_shape), dtype=dtype, pin_memory=pin) for _ in range(num_layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one (page, kv head), the unit of recall."""
+        return self.layers[0][0, 0].nbytes
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if the padding page was written: some store went astray."""
+        for index, layer in enumerate(self.layers):
+            if layer[0].count_nonzero():
+                raise RuntimeError(f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros")

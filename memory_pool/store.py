@@ -1,0 +1,59 @@
+"""Store: everything that holds KV of the retrieval layers, built together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.memory_pool.device_cache import DeviceCache
+from sglang_freekv.memory_pool.digest_pool import DigestPool
+from sglang_freekv.memory_pool.host_pool import HostPool
+from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.memory_pool.staging import Staging
+from sglang_freekv.memory_pool.transfer import TransferStream
+
+
+@dataclass(frozen=True)
+class Store:
+    """Host pool, digests, device cache and prefix staging of the retrieval layers of one rank."""
+
+    host: HostPool
+    digests: DigestPool
+    cache: DeviceCache
+    staging: Staging
+
+    @classmethod
+    def build(
+        cls,
+        config: FreeKVConfig,
+        shape: KVShape,
+        num_tokens: int,
+        num_rows: int,
+        digest_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str,
+        stream: TransferStream,
+    ) -> Store:
+        """Allocate for ``num_tokens`` tokens of host KV and ``num_rows`` requests, plus SGLang's padding page and row."""
+        layers, heads, dim, size = shape.retrieval_layers, shape.kv_heads, shape.head_dim, config.page_size
+        num_pages = num_tokens // size + 1
+        on_device = torch.device(device).type != "cpu"
+        host = HostPool(layers, num_pages, (heads, 2, size, dim), dtype, pin=on_device)
+        return cls(
+            host=host,
+            digests=DigestPool(layers, (num_pages, heads, *digest_shape), dtype, device),
+            cache=DeviceCache(layers, num_rows + 1, config.budget_pages, (size, heads, dim), shape.query_heads, dtype, device),
+            staging=Staging(host, (heads, dim), dtype, device, stream),
+        )
+
+    def check_integrity(self, host_pages: torch.Tensor, policy) -> None:
+        """Raise RuntimeError on the first broken invariant of a pool.
+
+        Args:
+            host_pages: ``[N]`` full pages whose digests are compared with their keys.
+        """
+        self.host.check_integrity()
+        self.cache.check_integrity()
+        self.digests.check_integrity(self.host, host_pages, policy)

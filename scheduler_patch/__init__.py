@@ -1,0 +1,96 @@
+"""Every SGLang symbol that this package hooks, with its reason.
+
+``FRONT`` is attached when SGLang loads its plugins: these hooks carry arguments, and with ``--kv-retrieval none`` they pass
+everything through unchanged. ``LAUNCHER`` is attached in the process of the HTTP server or ``Engine``, and ``SCHEDULER`` (with
+``SCHEDULER_ON_CPU``) in every scheduler process, when an engine with ``--kv-retrieval`` starts.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_freekv.scheduler_patch.registry import Patch
+
+BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
+
+FRONT = (
+    Patch(
+        "sglang.srt.server_args.ServerArgs.add_cli_args", "parser", AFTER, "arguments:add_cli_args",
+        "the flags, in --help and in --config files",
+    ),
+    Patch(
+        "sglang.srt.server_args.ServerArgs.from_cli_args", "args", AROUND, "arguments:from_cli_args",
+        "flags from the command line to ServerArgs; a refusal is the last line printed",
+    ),
+    Patch(
+        "sglang.srt.server_args.ServerArgs.__init__", None, AROUND, "arguments:init",
+        "flags as keyword arguments of Engine; defaults, refusals, and the config that travels to the schedulers",
+    ),
+    Patch(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
+        BEFORE, "activation:in_launcher",
+        "attaches LAUNCHER before any process starts",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.configure_scheduler_process",
+        "server_args gpu_id tp_rank attn_cp_rank moe_dp_rank moe_ep_rank pp_rank dp_rank "
+        "display_tp_rank display_dp_rank display_moe_ep_rank",
+        BEFORE, "activation:in_scheduler",
+        "attaches SCHEDULER before the scheduler is built",
+    ),
+)
+
+LAUNCHER = (
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.ReqState.__init__", None, AFTER, "counts:replace_accumulated",
+        "meta_info['freekv'] is a running total, where custom info otherwise grows by one item per token",
+    ),
+)
+
+SCHEDULER = (
+    Patch(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_memory_pool_config",
+        "self pre_model_load_memory", AROUND, "pools:resolve_memory_pool_config",
+        "token slots are host memory, and rows are bounded by the device",
+    ),
+    Patch(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+        "self sizes is_dsa_model is_dsv4_model req_to_token_pool", AROUND, "pools:build_kv_pool",
+        "the KV pool is FreeKVPool, with one device-cache row per request",
+    ),
+    Patch(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
+        AFTER, "counts:attach",
+        "the counts of a step leave with its logits",
+    ),
+    Patch(
+        "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", "self return_logprob return_hidden_states",
+        BEFORE, "counts:copy_to_cpu",
+        "under the overlap schedule results reach the host on the copy stream; so must the counts",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_customized_info",
+        "self i req logits_output", AFTER, "counts:collect",
+        "per-request counts, and the totals",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info", "self", AFTER, "observe:describe",
+        "what was built, at the top level of /server_info",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req", AFTER, "observe:internal_state",
+        "what retrieval has done, in internal_states of /server_info",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result", "self batch result", AFTER, "observe:export_metrics",
+        "/metrics",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", AFTER, "observe:check_when_idle",
+        "check_integrity of the pools when the server is idle",
+    ),
+)
+
+SCHEDULER_ON_CPU: tuple[Patch, ...] = ()

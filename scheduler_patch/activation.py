@@ -1,0 +1,26 @@
+"""Switching KV retrieval on in a process of SGLang."""
+
+from __future__ import annotations
+
+from sglang_freekv import scheduler_patch
+from sglang_freekv.scheduler_patch.registry import apply
+
+
+def in_launcher(cls, server_args, *args, **kwargs) -> None:
+    """BEFORE the subprocesses start."""
+    if getattr(server_args, "_freekv", None) is not None:
+        apply(scheduler_patch.LAUNCHER)
+
+
+def in_scheduler(server_args, *args, **kwargs) -> None:
+    """BEFORE a scheduler process is configured: attach every hook, prove it live, and register the attention backend."""
+    if getattr(server_args, "_freekv", None) is None:
+        return
+    apply(scheduler_patch.SCHEDULER)
+    if server_args.device == "cpu":
+        apply(scheduler_patch.SCHEDULER_ON_CPU)
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from sglang_freekv.backend import BACKEND_NAME, FreeKVAttnBackend
+
+    register_attention_backend(BACKEND_NAME)(FreeKVAttnBackend)

@@ -1,0 +1,210 @@
+"""The options of KV retrieval: how they are typed, what they default to, and how they travel with ServerArgs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from contextvars import ContextVar
+from dataclasses import MISSING, dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, FreeKVConfig, Refusal
+from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.scheduler_patch import cpu, refusals
+from sglang_freekv.scheduler_patch.refusals import GIB, typed
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("none", "freekv")
+DEFAULTS = FreeKVConfig()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user typed; None where nothing was."""
+
+    kv_retrieval: str | None = None
+    freekv_budget: int | None = None
+    freekv_sink: int | None = None
+    freekv_window: int | None = None
+    freekv_tau: float | None = None
+    freekv_dense_layers: Any = None
+    freekv_host_memory: float | None = None
+
+
+NAMES = tuple(field.name for field in fields(Options))
+_command_line: ContextVar[Options] = ContextVar("freekv_command_line", default=Options())
+
+
+def add_cli_args(_, parser: argparse.ArgumentParser) -> None:
+    """AFTER: the flags, in a group of their own."""
+    group = parser.add_argument_group(
+        "KV retrieval (FreeKV)",
+        "Keep the KV cache of every request in host memory and a fixed budget per request on the device; each decode step "
+        "attends to sink + retrieved + window tokens. Token counts are multiples of --page-size, which becomes "
+        f"{DEFAULT_PAGE_SIZE} unless given. A context that fits the budget is exact.",
+    )
+    group.add_argument(
+        "--kv-retrieval", choices=METHODS, default=None,
+        help="KV retrieval method. Default: none, SGLang as it is. The --freekv-* flags need freekv.",
+    )
+    group.add_argument(
+        "--freekv-budget", type=int, metavar="TOKENS",
+        help=f"Tokens of KV that one decode step reads per request and kv head. Default: {DEFAULTS.budget_tokens}. "
+        "Raise it for accuracy; lower it for more concurrent requests and fewer bytes recalled.",
+    )
+    group.add_argument(
+        "--freekv-sink", type=int, metavar="TOKENS",
+        help=f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget if "
+        "that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
+    )
+    group.add_argument(
+        "--freekv-window", type=int, metavar="TOKENS",
+        help=f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget if "
+        "that is less, in whole pages, at least one. Raise it for long generation.",
+    )
+    group.add_argument(
+        "--freekv-tau", type=float, metavar="COSINE",
+        help="A kv head whose query is less similar than this to that of the step before selects and recalls before it attends, "
+        f"not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 always, below -1 never.",
+    )
+    group.add_argument(
+        "--freekv-dense-layers", nargs="+", metavar="LAYERS",
+        help="Comma-separated numbers, from 0, of layers that are not compressed: their KV stays on the device in full. "
+        "Default: 0. 'none' compresses every layer. Add layers if accuracy suffers and device memory allows.",
+    )
+    group.add_argument(
+        "--freekv-host-memory", type=float, metavar="GIB",
+        help="Host memory for the KV of one rank in GiB; it bounds the tokens that can be cached. Default: "
+        f"{host_memory.SHARE['cuda']:.0%}% of what this machine and its cgroup have available, over the ranks on this machine "
+        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory).",
+    )
+
+
+def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
+    """AROUND: hands the flags to :func:`init`, and prints a refusal as one line."""
+    token = _command_line.set(Options(**{name: getattr(namespace, name, None) for name in NAMES}))
+    try:
+        return original(cls, namespace)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    finally:
+        _command_line.reset(token)
+
+
+def init(original, self: ServerArgs, *args, **kwargs) -> None:
+    """AROUND: ServerArgs with our keyword arguments; the FreeKVConfig stays on it as ``_freekv``."""
+    options = _take_options(kwargs)
+    if options.kv_retrieval in (None, "none"):
+        _refuse_idle_options(options, kwargs)
+        original(self, *args, **kwargs)
+        return
+    kwargs.update(zip((field.name for field in fields(ServerArgs)), args))
+    config = _prepare(options, kwargs)
+    try:
+        original(self, **kwargs)
+    except (AssertionError, ValueError):
+        if "model_config" in vars(self):  # SGLang's message lists backends that this model needs; ours says why
+            refusals.refuse_model(self.model_config)
+        raise
+    if self.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
+        refusals.refuse_model(self.get_model_config())
+        refusals.refuse_resolved(self, config)
+    object.__setattr__(self, "_freekv", config)
+
+
+def _take_options(kwargs: dict) -> Options:
+    """Our options: those of the command line, once, and those among the keyword arguments, which are removed."""
+    options = _command_line.get()
+    _command_line.set(Options())
+    return replace(options, **{name: kwargs.pop(name) for name in NAMES if name in kwargs})
+
+
+def _refuse_idle_options(options: Options, kwargs: dict) -> None:
+    for name in NAMES[1:]:
+        if getattr(options, name) is not None:
+            raise Refusal(f"{typed(name)}: it has no effect without --kv-retrieval freekv; add that, or leave it out")
+    if kwargs.get("attention_backend") == cpu.BACKEND:
+        raise Refusal(
+            "--attention-backend freekv: it is part of --kv-retrieval freekv, which is not given; use that flag "
+            "(a copy of ServerArgs made field by field loses it)"
+        )
+
+
+def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
+    """Refuses what the options alone tell, fills in what FreeKV needs of SGLang, and readies this process."""
+    if options.kv_retrieval not in METHODS:
+        raise Refusal(f"--kv-retrieval {options.kv_retrieval}: expected one of {', '.join(METHODS)}; use freekv")
+    asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
+    asked.device = cpu.usable_device(asked.device)
+    page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else asked.page_size
+    config = config_from(options, page_size)
+    refusals.refuse_flags(asked)
+    config = _with_host_memory(config, asked)
+    if asked.device == "cpu":
+        cpu.prepare_process()
+    else:
+        logger.info("--kv-retrieval freekv: decode and prefill run eagerly, without CUDA graphs")
+    kwargs.update(device=asked.device, page_size=page_size, attention_backend=cpu.BACKEND, disable_cuda_graph=True)
+    return config
+
+
+def _default(field) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVConfig:
+    """The share is taken here, once for all ranks of this machine, before any of them allocates."""
+    ranks = max(1, asked.tp_size * asked.dp_size // asked.nnodes)
+    available = host_memory.available_bytes()
+    if config.host_memory_gib is None:
+        return replace(config, host_memory_gib=host_memory.default_host_pool_bytes(available, ranks, asked.device) / GIB)
+    refusals.refuse_host_memory(config.host_memory_gib, ranks, available)
+    return config
+
+
+def config_from(options: Options, page_size: int) -> FreeKVConfig:
+    """FreeKVConfig of what was typed; a sink or window that was not shrinks with the budget."""
+    budget = _tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
+
+    def edge(name: str, default: int) -> int:
+        page = max(1, page_size)
+        return _tokens(name, getattr(options, name), max(1, min(default, budget // 4) // page) * page)
+
+    return FreeKVConfig(
+        method=options.kv_retrieval,
+        budget_tokens=budget,
+        sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens),
+        window_tokens=edge("freekv_window", DEFAULTS.window_tokens),
+        tau=DEFAULTS.tau if options.freekv_tau is None else float(options.freekv_tau),
+        dense_layers=_layers(options.freekv_dense_layers),
+        host_memory_gib=options.freekv_host_memory,
+        page_size=page_size,
+    )
+
+
+def _tokens(name: str, value: int | None, default: int) -> int:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {default}")
+    return default if value is None else value
+
+
+def _layers(value: Any) -> tuple[int, ...]:
+    """Layer numbers from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``; ``""`` and ``"none"`` are no layer."""
+    if value is None:
+        return DEFAULTS.dense_layers
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if [word.lower() for word in words] == ["none"]:
+        return ()
+    try:
+        return tuple(sorted({int(word) for word in words}))
+    except ValueError:
+        raise Refusal(
+            f"--freekv-dense-layers {text}: expected comma-separated layer numbers or none; use for example 0"
+        ) from None

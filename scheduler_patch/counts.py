@@ -1,0 +1,66 @@
+"""Per-request counts: from the device with each step's results to ``meta_info``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.managers.utils import _async_d2h
+
+from sglang_freekv.metrics import RequestCounts
+
+KEY = "freekv"
+
+
+@dataclass
+class StepCounts:
+    """Counts ``[B, 3]`` of the rows of one forward pass, and whether it was a decode step."""
+
+    rows: torch.Tensor
+    decoded: bool
+
+
+def attach(result, worker, batch, *args, **kwargs) -> None:
+    """AFTER the forward pass, on its stream: snapshot the rows' counts beside the logits."""
+    if result.logits_output is not None:
+        backend = worker.model_runner.attn_backend
+        result.logits_output.freekv = StepCounts(backend.take_counts(batch.req_pool_indices), batch.forward_mode.is_decode())
+
+
+def copy_to_cpu(result, *args, **kwargs) -> None:
+    """BEFORE SGLang copies a step's results to the host under the overlap schedule: send the counts along."""
+    if (step := getattr(result.logits_output, KEY, None)) is not None:
+        step.rows = _async_d2h(step.rows)
+
+
+def collect(_, processor, i: int, req, logits_output) -> None:
+    """AFTER SGLang has collected a request's custom info for one step: account for it."""
+    if (step := getattr(logits_output, KEY, None)) is None:
+        return
+    pool = processor.token_to_kv_pool_allocator.get_kvcache()
+    if req.customized_info is None:
+        req.customized_info = {}
+    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.budget_pages))
+    pool.totals.add(counts.update(tuple(step.rows[i].tolist()), req.seqlen, step.decoded))
+
+
+class AccumulatedInfo(dict):
+    """What the tokenizer manager has received of a request's custom info. Ours is a running total that replaces the last one
+    instead of growing by an item per token, so it is no key to be sliced by token."""
+
+    def __init__(self) -> None:
+        super().__init__({KEY: _Latest()})
+
+    def keys(self):
+        return super().keys() - {KEY}
+
+
+class _Latest(dict):
+    def extend(self, totals: list[dict[str, int]]) -> None:
+        for total in totals:
+            self.update(total or {})
+
+
+def replace_accumulated(_, state, *args, **kwargs) -> None:
+    """AFTER a request's state is made in the tokenizer manager."""
+    state.customized_info_accumulated = AccumulatedInfo()

@@ -1,0 +1,141 @@
+"""What SGLang needs to serve on a machine without an NVIDIA driver: its environment, and no Triton on the way."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from sglang_freekv.config import Refusal
+
+BACKEND = "freekv"
+
+
+def usable_device(asked: str | None) -> str:
+    """The device SGLang will run on: what the user asked for, else what SGLang finds, else the CPU."""
+    if asked is not None:
+        return asked.split(":")[0]
+    from sglang.srt.utils.common import get_device
+
+    try:
+        return get_device().split(":")[0]
+    except RuntimeError:  # SGLang's "No accelerator (CUDA, XPU, ...) is available"
+        return "cpu"
+
+
+def prepare_process() -> None:
+    """Makes SGLang run on the CPU in this process and, through the environment, in those it spawns.
+
+    Raises:
+        Refusal: SGLang sees a GPU here and would call CUDA kernels on CPU tensors.
+    """
+    if torch.cuda.is_available():
+        raise Refusal(
+            '--device cpu: this machine has a GPU, and SGLang would call its kernels; hide it with CUDA_VISIBLE_DEVICES="" '
+            "or use --device cuda"
+        )
+    from sglang.srt import platforms
+    from sglang.srt.utils.common import is_cpu
+
+    os.environ.update(cpu_environment())
+    is_cpu.cache_clear()
+    platforms._current_platform = None  # resolved from the environment, once, when first asked for
+    for module in _sglang_modules("_is_cpu"):
+        module._is_cpu = True
+    if not _sgl_kernel_serves_cpu():
+        for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(_shim_directory()))
+
+
+def _sglang_modules(name: str) -> list[ModuleType]:
+    """Modules of SGLang loaded so far that have a global of this name."""
+    loaded = [module for path, module in list(sys.modules.items()) if path.startswith("sglang.")]
+    return [module for module in loaded if name in vars(module)]
+
+
+def cpu_environment() -> dict[str, str]:
+    """The variables with which stock SGLang, too, serves here with `--device cpu --attention-backend torch_native`."""
+    environment = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if not _sgl_kernel_serves_cpu():
+        old = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environment["PYTHONPATH"] = os.pathsep.join([str(_shim_directory()), *old])
+    return environment
+
+
+def _sgl_kernel_serves_cpu() -> bool:
+    """Whether `sgl_kernel` loads and is a build for CPUs, or the stand-in is in place already."""
+    try:
+        module = importlib.import_module("sgl_kernel")
+    except (ImportError, OSError):
+        return False
+    return hasattr(module, "assign_req_to_token_pool_cpu")
+
+
+def _shim_directory() -> Path:
+    launch = importlib.util.find_spec("sglang_freekv.launch")
+    return Path(launch.submodule_search_locations[0]) / "cpu_shim"
+
+
+def support_triton(original, backend: str) -> bool:
+    """AROUND: SGLang takes every attention backend whose name it does not know for one that brings Triton."""
+    return backend != BACKEND and original(backend)
+
+
+def alloc_extend(
+    original, allocator, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
+):
+    """AROUND: the slots of the new tokens of each request, without Triton."""
+    spare = extend_num_tokens // allocator.page_size + len(seq_lens) + 1
+    return _take_slots(allocator, prefix_lens, seq_lens, last_loc, spare)
+
+
+def alloc_decode(original, allocator, seq_lens, seq_lens_cpu, last_loc):
+    """AROUND: the slot of the one new token of each request, without Triton."""
+    return _take_slots(allocator, seq_lens - 1, seq_lens, last_loc, spare=len(seq_lens))
+
+
+def _take_slots(allocator, prefix_lens, seq_lens, last_loc, spare: int) -> torch.Tensor | None:
+    """Takes pages off the allocator; None, and nothing taken, if they do not suffice."""
+    if allocator.need_sort and spare > len(allocator.free_pages):
+        allocator.merge_and_sort_free()
+    pages = pages_of(seq_lens, allocator.page_size) - pages_of(prefix_lens, allocator.page_size)
+    taken = int(pages.sum())
+    if taken > len(allocator.free_pages):
+        return None
+    slots = extend_slots(prefix_lens, seq_lens, last_loc, allocator.free_pages, allocator.page_size)
+    allocator.free_pages = allocator.free_pages[taken:]
+    return slots
+
+
+def pages_of(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
+    return (tokens + page_size - 1) // page_size
+
+
+def extend_slots(prefix_lens, seq_lens, last_loc, free_pages, page_size: int) -> torch.Tensor:
+    """Where the new tokens of a batch go: into the rest of each request's last page, then into free pages in order.
+
+    Args:
+        prefix_lens, seq_lens: [B] int64 tokens of each request before and after.
+        last_loc: [B] slot of each request's last token, -1 without one.
+        free_pages: [F] int64 pages, taken from the front, request by request.
+
+    Returns:
+        [sum(seq_lens - prefix_lens)] int64 slots.
+    """
+    counts = seq_lens - prefix_lens
+    old_pages, new_pages = pages_of(prefix_lens, page_size), pages_of(seq_lens, page_size)
+    first_page = torch.cumsum(new_pages - old_pages, 0) - new_pages  # index into free_pages of logical page 0
+    request = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    nth = torch.arange(len(request), device=counts.device) - (torch.cumsum(counts, 0) - counts)[request]
+    position = prefix_lens[request] + nth
+    slots = last_loc[request].to(torch.int64) + 1 + nth
+    fresh = position // page_size >= old_pages[request]
+    pages = free_pages[(first_page[request] + position // page_size)[fresh]]
+    slots[fresh] = pages * page_size + position[fresh] % page_size
+    return slots

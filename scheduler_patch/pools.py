@@ -1,0 +1,81 @@
+"""Sizing and construction of the KV pool."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.distributed import get_world_group
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kv_pool import FreeKVPool
+from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.memory_pool.sizing import GIB, KVShape, Sizing
+from sglang_freekv.policy import POLICIES
+
+
+def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
+    """Tokens from host bytes, rows from device bytes, the same on every rank."""
+    config = configurator.server_args._freekv
+    sizing = _sizing(configurator)
+    host_bytes, device_bytes = _budgets(configurator, config, pre_model_load_memory)
+    tokens = sizing.tokens(host_bytes, device_bytes, configurator.server_args.max_running_requests)
+    tokens = _agree(configurator._apply_token_constraints(tokens)) // config.page_size * config.page_size
+    rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
+    return MemoryPoolConfig(
+        max_total_num_tokens=tokens,
+        max_running_requests=rows,
+        mem_fraction_static=configurator.server_args.mem_fraction_static,
+    )
+
+
+def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool) -> FreeKVPool:
+    """The KV pool, with one device-cache row for every request that SGLang may run."""
+    return FreeKVPool(
+        config=configurator.server_args._freekv,
+        shape=_kv_shape(configurator),
+        size=sizes.max_total_num_tokens,
+        num_rows=req_to_token_pool.size,
+        dtype=configurator.kv_cache_dtype,
+        device=configurator.device,
+    )
+
+
+def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:
+    config, model = configurator.server_args._freekv, configurator.model_config
+    ranks = get_parallel().attn_tp_size
+    layers = configurator.layer_info.num_effective_layers
+    digest_shape = POLICIES[config.method](config).digest_shape(model.head_dim)
+    return KVShape(
+        retrieval_layers=layers - len(config.dense_layers),
+        dense_layers=len(config.dense_layers),
+        kv_heads=model.get_num_kv_heads(ranks),
+        query_heads=model.num_attention_heads // ranks,
+        head_dim=model.head_dim,
+        digest_elements=int(torch.Size(digest_shape).numel()),
+        element_bytes=configurator.kv_cache_dtype.itemsize,
+    )
+
+
+def _sizing(configurator: KVCacheConfigurator) -> Sizing:
+    return Sizing(configurator.server_args._freekv, _kv_shape(configurator), configurator.model_config.context_len)
+
+
+def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:
+    """Host and device bytes of this rank. On a CPU both are the same memory, so each takes its default share."""
+    ranks = configurator.server_args.tp_size // configurator.server_args.nnodes
+    share = host_memory.default_host_pool_bytes(host_memory.available_bytes(), ranks, configurator.device)
+    host_bytes = share if config.host_memory_gib is None else int(config.host_memory_gib * GIB)
+    device_bytes = configurator._profile_available_bytes(pre_model_load_memory)
+    return host_bytes, min(device_bytes, share) if configurator.device == "cpu" else device_bytes
+
+
+def _agree(value: int) -> int:
+    """The minimum over ranks: token slots and rows mean the same on all of them."""
+    world = get_world_group()
+    if world.world_size == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.int64)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    return int(tensor)

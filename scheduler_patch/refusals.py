@@ -1,0 +1,189 @@
+"""What FreeKV does not serve, why, and what to use instead; checked before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import floor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
+
+from sglang_freekv.config import FreeKVConfig, Refusal
+
+GIB = 1 << 30
+OFF = "or use --kv-retrieval none"
+ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
+OWN_BACKEND = "only FreeKV's own attention backend reads the retrieved pages; leave it out"
+EAGER = "FreeKV runs decode and prefill eagerly in this version; leave it out"
+ON_HOST = f"it reads or moves KV on the GPU, and FreeKV's is in host memory; leave it out, {OFF}"
+NO_DECODE = "nothing is decoded, so there is nothing to retrieve; use --kv-retrieval none"
+ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave it out"
+OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
+
+
+class Flag(NamedTuple):
+    """An option of SGLang and the values that FreeKV works with."""
+
+    name: str
+    allowed: tuple
+    otherwise: str
+
+
+class Rule(NamedTuple):
+    """A property that FreeKV does not serve."""
+
+    applies: Callable[..., Any]
+    message: str
+
+
+FLAGS = (
+    Flag("device", ("cuda", "cpu"), f"FreeKV runs on cuda and cpu; use one of them, {OFF}"),
+    Flag("attention_backend", (None, "freekv"), OWN_BACKEND),
+    Flag("prefill_attention_backend", (None, "freekv"), OWN_BACKEND),
+    Flag("decode_attention_backend", (None, "freekv"), OWN_BACKEND),
+    Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV keeps KV in 16 bits so far; use --kv-cache-dtype auto"),
+    Flag("speculative_algorithm", (None,), f"drafts are verified together, pages retrieved for one query; leave it out, {OFF}"),
+    Flag("disaggregation_mode", ("null",), ON_HOST),
+    Flag("enable_hierarchical_cache", (False,), ON_HOST),
+    Flag("enable_lmcache", (False,), ON_HOST),
+    Flag("enable_flexkv", (False,), ON_HOST),
+    Flag("kv_canary", ("none",), ON_HOST),
+    Flag("enable_hisparse", (False,), "it retrieves KV itself, for natively sparse models; choose it or --kv-retrieval freekv"),
+    Flag("enable_mixed_chunk", (False,), "prefill and decode read KV from different places and share no batch; leave it out"),
+    Flag("pp_size", (1,), f"pipeline parallelism is not supported so far; use --tp-size, {OFF}"),
+    Flag("enable_dp_attention", (False,), f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"),
+    Flag("attn_cp_size", (1,), ONE_RANK),
+    Flag("dcp_size", (1,), ONE_RANK),
+    Flag("dwdp_size", (1,), ONE_RANK),
+    Flag("enable_prefill_cp", (False,), ONE_RANK),
+    Flag("enable_prefill_context_parallel", (False,), ONE_RANK),
+    Flag("enable_dsa_prefill_context_parallel", (False,), ONE_RANK),
+    Flag("enable_two_batch_overlap", (False,), ONE_BATCH),
+    Flag("enable_pdmux", (False,), ONE_BATCH),
+    Flag("enable_torch_compile", (False,), EAGER),
+    Flag("cuda_graph_backend_decode", (None, "disabled"), EAGER),
+    Flag("cuda_graph_backend_prefill", (None, "disabled"), EAGER),
+    Flag("cuda_graph_config", (None, {}), EAGER),
+    Flag("enable_unified_memory", (False,), OWN_POOLS),
+    Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
+    Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),
+    Flag("enable_streaming_session", (False,), "it keeps the row of a finished request, which FreeKV resets; leave it out"),
+    Flag("is_embedding", (False,), NO_DECODE),
+    Flag("encoder_only", (False,), NO_DECODE),
+    Flag("enable_mis", (False,), NO_DECODE),
+    Flag("prefill_only_disable_kv_cache", (False,), NO_DECODE),
+    Flag("dllm_algorithm", (None,), "it decodes blocks of tokens, and pages are retrieved for one; use --kv-retrieval none"),
+    Flag("enable_deterministic_inference", (False,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
+    Flag("rl_on_policy_target", (None,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
+    Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
+)
+
+# m is SGLang's ModelConfig
+MODEL_RULES = (
+    Rule(mambaish_config, "it has Mamba or linear attention layers, whose state is not paged KV"),
+    Rule(lambda m: m.attention_arch == AttentionArch.MLA, "its latent attention (MLA) has no kv heads to retrieve pages for"),
+    Rule(lambda m: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
+    Rule(lambda m: m.is_encoder_decoder, "it has cross attention, and FreeKV retrieves for self attention"),
+    Rule(lambda m: m.attention_chunk_size, "it attends to chunks of {m.attention_chunk_size} tokens: nothing far to retrieve"),
+    Rule(
+        lambda m: m.is_hybrid_swa or (m.sliding_window_size or m.context_len) < m.context_len,
+        "it attends to a sliding window of {m.sliding_window_size} tokens: nothing far to retrieve",
+    ),
+    Rule(lambda m: m.has_attention_sinks, "it has learned attention sinks, which FreeKV does not add"),
+    Rule(lambda m: getattr(m.hf_text_config, "attn_logit_softcapping", None), "it caps attention logits, and FreeKV does not"),
+    Rule(lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None), "its dual chunk attention needs its own backend"),
+    Rule(lambda m: m.has_asymmetric_kv, "its keys and values differ in width ({m.head_dim} and {m.v_head_dim})"),
+    Rule(lambda m: not m.is_generation, "it does not generate text, so there is nothing to retrieve"),
+)
+
+# s is the resolved ServerArgs, m its ModelConfig, c the FreeKVConfig
+RESOLVED_RULES = (
+    Rule(
+        lambda s, m, c: s.kv_cache_dtype == "auto" and _fp8_checkpoint(m),
+        "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV keeps KV in 16 bits so far; use --kv-cache-dtype bf16",
+    ),
+    Rule(
+        lambda s, m, c: set(s.get_attention_backends()) != {"freekv"},
+        "--kv-retrieval freekv: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
+    ),
+    Rule(
+        lambda s, m, c: s.page_size != c.page_size,
+        "--page-size {c.page_size}: SGLang insists on {s.page_size} here; use --page-size {s.page_size}, " + OFF,
+    ),
+    Rule(
+        lambda s, m, c: s.chunked_prefill_size > 0 and s.chunked_prefill_size % c.page_size,
+        "--chunked-prefill-size {s.chunked_prefill_size}: expected a multiple of --page-size {c.page_size}; "
+        "use --chunked-prefill-size {chunk}",
+    ),
+    Rule(
+        lambda s, m, c: max(c.dense_layers, default=0) >= m.num_attention_layers,
+        "--freekv-dense-layers {dense}: expected layers of this model, which are 0 to {last}; use numbers among them",
+    ),
+    Rule(
+        lambda s, m, c: len(c.dense_layers) == m.num_attention_layers,
+        "--freekv-dense-layers {dense}: expected at least one layer left to compress; name fewer, " + OFF,
+    ),
+)
+
+
+def refuse_flags(asked: SimpleNamespace) -> None:
+    """Raises the Refusal of the first option that FreeKV does not work with.
+
+    Args:
+        asked: the options of ServerArgs as typed, with SGLang's defaults where nothing was.
+    """
+    for name, allowed, otherwise in FLAGS:
+        value = getattr(asked, name)
+        if value not in allowed:
+            raise Refusal(f"{typed(name)}{'' if value is True else f' {value}'}: {otherwise}")
+
+
+def refuse_model(model) -> None:
+    """Raises the Refusal of the first property of the model that FreeKV does not serve."""
+    for rule in MODEL_RULES:
+        if rule.applies(model):
+            name = model.hf_config.architectures[0]
+            raise Refusal(f"--kv-retrieval freekv does not serve {name}: {rule.message.format(m=model)}; use --kv-retrieval none")
+
+
+def refuse_resolved(server_args, config: FreeKVConfig) -> None:
+    """Raises the Refusal of the first option whose value depends on the model or on SGLang's defaults."""
+    model = server_args.get_model_config()
+    words = {
+        "backends": " and ".join(map(str, server_args.get_attention_backends())),
+        "chunk": max(1, server_args.chunked_prefill_size // config.page_size) * config.page_size,
+        "dense": ",".join(map(str, config.dense_layers)),
+        "last": model.num_attention_layers - 1,
+    }
+    for rule in RESOLVED_RULES:
+        if rule.applies(server_args, model, config):
+            raise Refusal(rule.message.format(s=server_args, m=model, c=config, **words))
+
+
+def refuse_host_memory(gib: float, ranks_on_node: int, available: int) -> None:
+    """Raises a Refusal if the ranks of this machine ask for more than it, or their cgroup, has left."""
+    if gib * ranks_on_node * GIB > available:
+        most = floor(available / ranks_on_node / GIB * 10) / 10
+        raise Refusal(
+            f"--freekv-host-memory {gib:g}: {ranks_on_node} rank(s) on this machine take {gib * ranks_on_node:g} GiB, expected "
+            f"at most the {available / GIB:.1f} GiB that it and its cgroup have available; use {most:g} or less"
+        )
+
+
+def typed(name: str) -> str:
+    """An option as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _fp8_checkpoint(model) -> bool:
+    """Whether `--kv-cache-dtype auto` means fp8: a ModelOpt checkpoint that says so."""
+    if "modelopt" not in (model.quantization or ""):
+        return False
+    quantization = model._parse_quant_hf_config() or {}
+    section = quantization.get("quantization", quantization)
+    scheme = section.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        return scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    return str(section.get("kv_cache_quant_algo")).upper() == "FP8"

@@ -1,0 +1,98 @@
+"""FreeKVAttnBackend: SGLang's attention interface over the retrieval engine, and stock attention for dense layers."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from sglang_freekv.batch import DecodeBatch, ExtendBatch
+from sglang_freekv.config import Refusal
+from sglang_freekv.kv_pool import FreeKVPool
+
+BACKEND_NAME = "freekv"
+
+
+class FreeKVAttnBackend(AttentionBackend):
+    """Retrieval layers go to the pool's ``Retrieval`` engine, dense layers to the stock backend of the device."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__()
+        if not isinstance(model_runner.token_to_kv_pool, FreeKVPool):
+            raise RuntimeError(
+                f"the KV pool is {type(model_runner.token_to_kv_pool).__name__}, expected FreeKVPool: another plugin replaced it"
+            )
+        self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.retrieval = self.token_to_kv_pool.retrieval
+        for module in model_runner.model.modules():
+            if isinstance(module, RadixAttention):
+                _check_layer(module)
+        stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
+        self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        self.batch: DecodeBatch | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Snapshot what all layers of this forward share: the scheduler may rewrite its tables while the layers run."""
+        self.dense.init_forward_metadata(forward_batch)
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            return
+        rows, seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
+        page_table = self._page_table(rows, int(forward_batch.seq_lens_cpu.max()))
+        if mode.is_decode():
+            self.batch = DecodeBatch(rows, seq_lens, page_table)
+        else:
+            self.batch = ExtendBatch.build(
+                rows,
+                page_table,
+                list(forward_batch.extend_prefix_lens_cpu),
+                list(forward_batch.extend_seq_lens_cpu),
+                self.token_to_kv_pool.page_size,
+            )
+
+    def _page_table(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+        """``[B, P]`` host page of each logical page, up to the page that the next token may begin."""
+        size = self.token_to_kv_pool.page_size
+        first_slots = self.req_to_token_pool.req_to_token[rows, : longest + 1 : size]
+        return first_slots.long() // size
+
+    def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
+        """Attention of one new token per request, ``[B, Hq * D]``."""
+        return self._forward(self.retrieval.decode, self.dense.forward_decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
+        """Attention of new tokens after a prefix, ``[T, Hq * D]``."""
+        return self._forward(self.retrieval.extend, self.dense.forward_extend, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def _forward(self, retrieve, dense, q, k, v, layer, forward_batch, save_kv_cache, kwargs):
+        index = self.token_to_kv_pool.retrieval_index.get(layer.layer_id)
+        if index is None:
+            return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        assert save_kv_cache, "a retrieval layer always stores its KV"
+        queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
+        return retrieve(index, queries, keys, values, self.batch, layer.scaling).reshape(q.shape[0], -1)
+
+    def take_counts(self, forward_batch_rows: torch.Tensor) -> torch.Tensor:
+        """``[B, 3]`` int64 copy of the counts of ``rows [B]`` since their last extend: hits, recalled, corrected."""
+        return self.retrieval.counts[forward_batch_rows]
+
+    def support_triton(self) -> bool:
+        return self.dense.support_triton()
+
+
+def _check_layer(layer: RadixAttention) -> None:
+    """Refuse an attention layer whose semantics the retrieval engine does not have."""
+    unlike = {
+        "cross-attention": layer.is_cross_attention,
+        "encoder attention": layer.attn_type == AttentionType.ENCODER_ONLY,
+        "sliding-window attention": layer.sliding_window_size is not None and layer.sliding_window_size > -1,
+        "logit soft-capping": layer.logit_cap > 0,
+        "keys and values of different width": layer.qk_head_dim != layer.v_head_dim,
+    }
+    if found := [name for name, present in unlike.items() if present]:
+        raise Refusal(f"--kv-retrieval freekv: layer {layer.layer_id} uses {found[0]}, which is not supported; use --kv-retrieval none")

@@ -1,0 +1,93 @@
+"""What one forward pass asks of the retrieval engine, computed once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One new token for each of B requests.
+
+    Args:
+        rows: ``[B]`` device-cache row of each request.
+        seq_lens: ``[B]`` tokens of context, the new one included.
+        page_table: ``[B, P]`` logical page -> host page, a snapshot: the scheduler may rewrite its table while this runs.
+    """
+
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExtendBatch(DecodeBatch):
+    """New tokens after a prefix of whole pages, for each of B requests; the context of the batch is one ragged buffer.
+
+    Args:
+        query_lens, key_lens: new tokens and all tokens of each request.
+        context_starts: ``[B]`` first token row of each request in the context buffer.
+        prefix_pages, prefix_starts: ``[N]`` host pages of all prefixes and the context rows they go to.
+        new_rows: ``[T]`` context row of each new token.
+        full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first context row.
+        last_tokens: ``[B]`` index of each request's last new token among the new tokens.
+    """
+
+    query_lens: list[int]
+    key_lens: list[int]
+    context_starts: torch.Tensor
+    prefix_pages: torch.Tensor
+    prefix_starts: torch.Tensor
+    new_rows: torch.Tensor
+    full_pages: torch.Tensor
+    full_starts: torch.Tensor
+    last_tokens: torch.Tensor
+
+    @classmethod
+    def build(
+        cls, rows: torch.Tensor, page_table: torch.Tensor, prefix_lens: list[int], query_lens: list[int], page_size: int
+    ) -> ExtendBatch:
+        """Lay the batch out.
+
+        Raises:
+            RuntimeError: a prefix that is not whole pages; only full pages have a place in the host pool.
+        """
+        if ragged := [length for length in prefix_lens if length % page_size]:
+            raise RuntimeError(f"extend after a prefix of {ragged[0]} tokens, expected a multiple of the page size {page_size}")
+        device = rows.device
+        prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
+        key = prefix + query
+        starts = key.cumsum(0) - key
+        prefix_owner, prefix_index = _ragged(prefix // page_size)
+        full_owner, full_index = _ragged(key // page_size - prefix // page_size)
+        full_index += (prefix // page_size)[full_owner]
+        token_owner, token_index = _ragged(query)
+
+        def placed(owner: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            pages = page_table[owner.to(device), index.to(device)]
+            return pages, (starts[owner] + index * page_size).to(device)
+
+        prefix_pages, prefix_starts = placed(prefix_owner, prefix_index)
+        full_pages, full_starts = placed(full_owner, full_index)
+        return cls(
+            rows=rows,
+            seq_lens=key.to(device),
+            page_table=page_table,
+            query_lens=query_lens,
+            key_lens=key.tolist(),
+            context_starts=starts.to(device),
+            prefix_pages=prefix_pages,
+            prefix_starts=prefix_starts,
+            new_rows=((starts + prefix)[token_owner] + token_index).to(device),
+            full_pages=full_pages,
+            full_starts=full_starts,
+            last_tokens=(query.cumsum(0) - 1).to(device),
+        )
+
+
+def _ragged(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of ``counts[i]`` items of request i: the request, and the item's index within it."""
+    owner = torch.arange(len(counts)).repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

@@ -1,0 +1,95 @@
+"""FreeKVConfig: what the user asked for, validated once, in tokens; everything inside the engine counts pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_PAGE_SIZE = 32
+
+
+class Refusal(ValueError):
+    """A request for something FreeKV does not serve.
+
+    The message is one line, names the flag as the user typed it, and says what to use instead.
+    """
+
+
+@dataclass(frozen=True)
+class FreeKVConfig:
+    """Settings of KV retrieval for one engine.
+
+    Args:
+        method: retrieval policy, a key of ``policy.POLICIES``.
+        budget_tokens: tokens of KV per request and kv head that attention reads in one decode step.
+        sink_tokens: first tokens of the context, always attended to.
+        window_tokens: last tokens of the context (the partial last page included), always attended to.
+        tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
+            (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is.
+        dense_layers: layers whose KV is not compressed and stays on the device in full.
+        host_memory_gib: host memory for the KV pool of one rank in GiB; None takes the documented share.
+        page_size: tokens per page, SGLang's ``--page-size``.
+
+    Raises:
+        Refusal: a value outside its range, or one that is not a whole number of pages.
+    """
+
+    method: str = "freekv"
+    budget_tokens: int = 2048
+    sink_tokens: int = 512
+    window_tokens: int = 512
+    tau: float = 0.9
+    dense_layers: tuple[int, ...] = (0,)
+    host_memory_gib: float | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
+        for name in ("budget", "sink", "window"):
+            tokens = getattr(self, f"{name}_tokens")
+            if tokens < 0 or tokens % self.page_size:
+                nearest = max(1, round(tokens / self.page_size)) * self.page_size
+                raise Refusal(
+                    f"--freekv-{name} {tokens}: expected a non-negative multiple of --page-size {self.page_size}; "
+                    f"use --freekv-{name} {nearest}"
+                )
+        if self.window_tokens < self.page_size:
+            raise Refusal(
+                f"--freekv-window {self.window_tokens}: expected at least one page, because the page being written "
+                f"lives in the window; use --freekv-window {self.page_size} or more"
+            )
+        if self.budget_tokens <= self.sink_tokens + self.window_tokens:
+            need = self.sink_tokens + self.window_tokens + self.page_size
+            raise Refusal(
+                f"--freekv-budget {self.budget_tokens}: expected more than --freekv-sink {self.sink_tokens} + "
+                f"--freekv-window {self.window_tokens}, or nothing is left to select; use --freekv-budget {need} or more"
+            )
+        if self.tau != self.tau:
+            raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
+        if any(layer < 0 for layer in self.dense_layers):
+            raise Refusal(
+                f"--freekv-dense-layers {','.join(map(str, self.dense_layers))}: expected layer numbers from 0; "
+                "use for example --freekv-dense-layers 0"
+            )
+        if self.host_memory_gib is not None and not self.host_memory_gib > 0:
+            raise Refusal(
+                f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share"
+            )
+
+    @property
+    def budget_pages(self) -> int:
+        """Pages attended to in one step, which is also the number of device slots of a request."""
+        return self.budget_tokens // self.page_size
+
+    @property
+    def sink_pages(self) -> int:
+        return self.sink_tokens // self.page_size
+
+    @property
+    def window_pages(self) -> int:
+        return self.window_tokens // self.page_size
+
+    @property
+    def selected_pages(self) -> int:
+        """Pages chosen by score in one step, per request and kv head."""
+        return self.budget_pages - self.sink_pages - self.window_pages

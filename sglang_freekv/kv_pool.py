@@ -1,0 +1,138 @@
+"""FreeKVPool: the KV pool that SGLang sees. Its token slots are host slots: slot // page_size is the host page."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.memory_pool.sizing import GIB, KVShape
+from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.memory_pool.transfer import make_stream
+from sglang_freekv.metrics import RetrievalCounts
+from sglang_freekv.policy import POLICIES
+from sglang_freekv.retrieval import Retrieval
+
+logger = logging.getLogger(__name__)
+
+CHECKED_PAGES = 64
+
+
+class FreeKVPool(MHATokenToKVPool):
+    """Dense layers as stock buffers on the device, retrieval layers behind a ``Retrieval`` engine.
+
+    Args:
+        config: what the user asked for.
+        shape: KV of this rank.
+        size: tokens of host KV; SGLang's allocator hands them out.
+        num_rows: requests the device cache holds.
+    """
+
+    def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, dtype: torch.dtype, device: str) -> None:
+        self.config, self.shape, self.num_rows = config, shape, num_rows
+        num_layers = shape.retrieval_layers + shape.dense_layers
+        retrieval_layers = [layer for layer in range(num_layers) if layer not in config.dense_layers]
+        self.retrieval_index = {layer: index for index, layer in enumerate(retrieval_layers)}
+        self.totals = RetrievalCounts()
+        super().__init__(
+            size=size,
+            page_size=config.page_size,
+            dtype=dtype,
+            head_num=shape.kv_heads,
+            head_dim=shape.head_dim,
+            layer_num=num_layers,
+            device=device,
+            enable_memory_saver=False,
+        )
+        logger.info(self.activation_line())
+
+    def _create_buffers(self) -> None:
+        """Stock's allocation hook: full buffers for dense layers only, everything else in the store."""
+        rows = self.size + self.page_size
+        buffers = [
+            [
+                torch.zeros((0 if layer in self.retrieval_index else rows, self.head_num, width), dtype=self.dtype, device=self.device)
+                for layer in range(self.layer_num)
+            ]
+            for width in (self.head_dim, self.v_head_dim)
+        ]
+        self.k_buffer, self.v_buffer = buffers
+        self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
+        self._init_data_ptrs_and_strides()
+        policy, stream = POLICIES[self.config.method](self.config), make_stream(self.device)
+        self.store = Store.build(
+            self.config, self.shape, self.size, self.num_rows, policy.digest_shape(self.head_dim), self.dtype, self.device, stream
+        )
+        self.retrieval = Retrieval(self.config, policy, self.store, stream)
+
+    def _dense_layer(self, layer_id: int) -> int:
+        if layer_id in self.retrieval_index:
+            raise RuntimeError(
+                f"layer {layer_id} is a retrieval layer: its KV is in host memory and has no device buffer, expected one of the "
+                f"dense layers {list(self.config.dense_layers)}; the feature that asked for it is not supported under --kv-retrieval"
+            )
+        return layer_id
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return super().get_key_buffer(self._dense_layer(layer_id))
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return super().get_value_buffer(self._dense_layer(layer_id))
+
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, *args, **kwargs) -> None:
+        self._dense_layer(layer.layer_id)
+        super().set_kv_buffer(layer, loc_info, cache_k, cache_v, *args, **kwargs)
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Keys and values on the device and on the host; digests count as keys."""
+        dense = sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer))
+        store = self.store
+        half = (dense + store.host.num_bytes + store.cache.num_bytes) // 2
+        return half + store.digests.num_bytes, half
+
+    def describe(self) -> dict:
+        """What was built, in tokens and bytes."""
+        return {
+            "method": self.config.method,
+            "budget_tokens": self.config.budget_tokens,
+            "sink_tokens": self.config.sink_tokens,
+            "window_tokens": self.config.window_tokens,
+            "tau": self.config.tau,
+            "page_size": self.page_size,
+            "dense_layers": list(self.config.dense_layers),
+            "retrieval_layers": len(self.retrieval_index),
+            "host_tokens": self.size,
+            "host_bytes": self.store.host.num_bytes,
+            "digest_bytes": self.store.digests.num_bytes,
+            "device_rows": self.num_rows,
+            "device_cache_bytes": self.store.cache.num_bytes,
+            "dense_bytes": sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)),
+        }
+
+    def activation_line(self) -> str:
+        """The line that tells a log's reader that retrieval is on, and with what."""
+        facts, config = self.describe(), self.config
+        gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
+        return (
+            f"KV retrieval is on: {config.method}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
+            f"selected {config.selected_pages * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, tau {config.tau:g}; "
+            f"host pool {gib['host_bytes']} for {self.size} tokens; device cache {gib['device_cache_bytes']} for {self.num_rows} requests; "
+            f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"
+        )
+
+    def check_integrity(self, allocator) -> None:
+        """Finish what is in flight and raise RuntimeError on the first broken invariant of a pool.
+
+        Args:
+            allocator: SGLang's page allocator; pages that it does not hold are full, when no request is running.
+        """
+        for layer in range(len(self.retrieval_index)):
+            self.retrieval.complete_transfers(layer)
+        held = torch.ones(allocator.num_pages + 1, dtype=torch.bool)
+        held[0] = False
+        held[torch.cat((allocator.free_pages, allocator.release_pages)).cpu()] = False
+        pages = held.nonzero().squeeze(1)
+        sample = pages[torch.randperm(len(pages))[:CHECKED_PAGES]]
+        self.store.check_integrity(sample.to(self.device), self.retrieval.policy)

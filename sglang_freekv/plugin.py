@@ -1,0 +1,9 @@
+"""Entry point of SGLang's plugin group ``sglang.srt.plugins``."""
+
+
+def register() -> None:
+    """Attach the hooks that carry our arguments; the rest follows when an engine with ``--kv-retrieval`` starts."""
+    from sglang_freekv import scheduler_patch
+    from sglang_freekv.scheduler_patch.registry import apply
+
+    apply(scheduler_patch.FRONT)

@@ -1,0 +1,250 @@
+"""Slow, readable specification of FreeKV decoding: a Hugging Face model plus the paper's semantics, in plain PyTorch.
+
+It shares no code with the product. A server running in float32 is compared with it token by token.
+
+One decode step of one layer, with n tokens in the context including the one being decoded:
+    1. a kv head whose query turned since the previous step is corrected: it selects its pages now;
+    2. every other kv head uses the pages that the previous step selected for it;
+    3. each kv head attends to sink + selected + window pages;
+    4. every kv head selects its pages for the next step, among the candidates of n + 1 tokens.
+
+Letters: H kv heads, G group (query heads of a kv head), D head_dim, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class OracleSettings:
+    """Retrieval settings, in tokens."""
+
+    budget: int
+    sink: int
+    window: int
+    tau: float
+    page: int
+    dense_layers: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window))
+        if not whole or self.window < self.page or self.budget <= self.sink + self.window:
+            raise ValueError(f"{self}: expected multiples of page, window >= page and budget > sink + window")
+
+    @property
+    def selected_pages(self) -> int:
+        return (self.budget - self.sink - self.window) // self.page
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Pages that one kv head selected, ascending, and how clear the choice was.
+
+    ``gap`` is the score of the worst selected page minus that of the best one left out, relative to the former:
+    0 is a tie, inf means that no candidate was left out. A small gap explains a different choice elsewhere.
+    """
+
+    pages: list[int]
+    gap: float
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What one layer did in one decode step; every list is indexed by kv head."""
+
+    corrected: list[bool]
+    attended: list[list[int]]  # page numbers, ascending
+    similarity: list[float]  # mean cosine with the previous step's query; nan in a dense layer
+    gap: list[float]  # Selection.gap of the pages used; inf in a dense layer
+
+    @classmethod
+    def dense(cls, heads: int, pages: int) -> LayerStep:
+        return cls([False] * heads, [list(range(pages))] * heads, [float("nan")] * heads, [float("inf")] * heads)
+
+
+@dataclass(frozen=True)
+class OracleResult:
+    """Greedy tokens and how they came about.
+
+    Prefill produces ``tokens[0]``; decode step i consumes ``tokens[i]`` and produces ``tokens[i + 1]``. So ``steps``,
+    ``corrected`` and ``attended`` have one entry less than ``tokens``, ``logits`` and ``margin``.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor  # [len(tokens), vocabulary] fp32
+    steps: list[list[LayerStep]]  # [decode step][layer]
+
+    @property
+    def margin(self) -> list[float]:
+        """Top-1 minus top-2 logit of each token."""
+        best, second = self.logits.topk(2).values.unbind(-1)
+        return (best - second).tolist()
+
+    @property
+    def corrected(self) -> list[list[list[bool]]]:
+        """[decode step][layer][kv head]"""
+        return [[layer.corrected for layer in step] for step in self.steps]
+
+    @property
+    def attended(self) -> list[list[list[list[int]]]]:
+        """[decode step][layer][kv head] -> page numbers"""
+        return [[layer.attended for layer in step] for step in self.steps]
+
+
+def page_count(n: int, page: int) -> int:
+    """Pages that n tokens occupy, a partial last page included."""
+    return (n + page - 1) // page
+
+
+def pinned(n: int, settings: OracleSettings) -> list[int]:
+    """Sink and window pages of a context of n tokens, which are attended to whatever their score."""
+    pages = page_count(n, settings.page)
+    sink = range(min(settings.sink // settings.page, pages))
+    window = range(max(0, pages - settings.window // settings.page), pages)
+    return sorted({*sink, *window})
+
+
+def candidates(n: int, settings: OracleSettings) -> list[int]:
+    """Pages of a context of n tokens that compete for selection; all of them are full."""
+    return list(range(settings.sink // settings.page, page_count(n, settings.page) - settings.window // settings.page))
+
+
+def digest(keys: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elementwise max and min over the keys of each full page: [H, n, D] -> two of [H, n // page, D] fp32."""
+    heads, n, dim = keys.shape
+    paged = keys[:, : n // page * page].float().reshape(heads, n // page, page, dim)
+    return paged.amax(dim=2), paged.amin(dim=2)
+
+
+def score(query: torch.Tensor, maxima: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """Upper bound of q . k over the keys of each page, over sqrt(D): [H, G, D] and [H, P, D] -> [H, G, P]."""
+    query, maxima, minima = query.float()[:, :, None, :], maxima[:, None, :, :], minima[:, None, :, :]
+    return torch.maximum(query * maxima, query * minima).sum(dim=-1) / query.shape[-1] ** 0.5
+
+
+def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSettings) -> list[Selection]:
+    """Best candidates of a context of n tokens for each kv head; of equal scores the lower page number wins.
+
+    Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored.
+    """
+    competing = candidates(n, settings)
+    maxima, minima = digest(keys, settings.page)
+    scores = score(query, maxima[:, competing], minima[:, competing])
+    pooled = scores.softmax(dim=-1).mean(dim=1)
+    ranked, order = pooled.sort(dim=-1, descending=True, stable=True)
+    kept = settings.selected_pages
+    chosen = [sorted(competing[i] for i in best) for best in order[:, :kept].tolist()]
+    if len(competing) <= kept:
+        return [Selection(pages, float("inf")) for pages in chosen]
+    worst, left_out = ranked[:, kept - 1], ranked[:, kept]
+    gaps = ((worst - left_out) / worst).nan_to_num(0.0).tolist()  # 0 / 0 is a tie
+    return [Selection(pages, gap) for pages, gap in zip(chosen, gaps, strict=True)]
+
+
+def similarity(query: torch.Tensor, previous: torch.Tensor) -> list[float]:
+    """Cosine between the queries of two steps, averaged over each kv head's group: two of [H, G, D] -> H numbers."""
+    return F.cosine_similarity(query.float(), previous.float(), dim=-1).mean(dim=-1).tolist()
+
+
+def attend_to_pages(attended: list[list[int]], query, keys, values, page: int, scaling: float) -> torch.Tensor:
+    """Attention of each kv head's group over its pages: query [H, G, D], keys and values [H, n, D] -> [H * G, 1, D]."""
+    n, outputs = keys.shape[1], []
+    for head, pages in enumerate(attended):
+        tokens = [token for j in pages for token in range(j * page, min((j + 1) * page, n))]
+        weights = (query[head].float() @ keys[head, tokens].float().T * scaling).softmax(dim=-1)
+        outputs.append(weights @ values[head, tokens].float())
+    return torch.cat(outputs)[:, None].to(query.dtype)
+
+
+def decode_step(query, keys, previous, speculative: list[Selection], settings: OracleSettings) -> LayerStep:
+    """Decide what a retrieval layer attends to: queries [H, G, D] of this step and the previous one, keys [H, n, D]."""
+    n = keys.shape[1]
+    cosines = similarity(query, previous)
+    corrected = [cosine < settings.tau for cosine in cosines]
+    now = select(query, keys, n, settings)
+    chosen = [now[head] if corrected[head] else speculative[head] for head in range(len(keys))]
+    attended = [sorted({*pinned(n, settings), *selection.pages}) for selection in chosen]
+    return LayerStep(corrected, attended, cosines, [selection.gap for selection in chosen])
+
+
+@dataclass
+class Generation:
+    """One sequence being generated: what each retrieval layer carries between steps, and the record of this step."""
+
+    settings: OracleSettings | None
+    previous: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [H, G, D] query
+    speculative: dict[int, list[Selection]] = field(default_factory=dict)  # layer -> per kv head
+    step: list[LayerStep] = field(default_factory=list)
+
+    def attend(self, layer: int, query, keys, values, scaling: float, prefill: bool) -> torch.Tensor:
+        """Attention of the last T of n tokens: query [Hq, T, D], keys and values [H, n, D] -> [Hq, T, D]."""
+        settings, (heads, n, dim) = self.settings, keys.shape
+        retrieval = settings is not None and layer not in settings.dense_layers
+        last_query = query[:, -1].reshape(heads, -1, dim)
+        if retrieval and not prefill:
+            step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings)
+            output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling)
+        else:
+            step = LayerStep.dense(heads, page_count(n, settings.page) if settings else 0)
+            output = F.scaled_dot_product_attention(
+                query[None], keys[None], values[None], is_causal=prefill, scale=scaling, enable_gqa=True
+            )[0]
+        if retrieval:
+            self.previous[layer] = last_query
+            self.speculative[layer] = select(last_query, keys, n + 1, settings)
+        assert layer == len(self.step), f"layer {layer} attended after {len(self.step)} layers: expected model order"
+        self.step.append(step)
+        return output
+
+
+def oracle_attention(module, query, key, value, attention_mask, scaling, generation: Generation, prefill, **kwargs):
+    """Attention function of the transformers registry: query [1, Hq, T, D], key and value [1, H, n, D]."""
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} = {kwargs[name]}: expected None; the oracle knows plain full attention only")
+    output = generation.attend(module.layer_idx, query[0], key[0], value[0], scaling, prefill)
+    return output.transpose(0, 1)[None], None
+
+
+AttentionInterface.register("freekv_oracle", oracle_attention)
+
+
+class Oracle:
+    """Greedy generation with FreeKV semantics, or dense; one model serves any number of settings.
+
+    Args:
+        model: a checkpoint's path, loaded as ``dtype``, or a loaded model, whose attention the oracle takes over.
+    """
+
+    def __init__(self, model: str | Path | PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+        if not isinstance(model, PreTrainedModel):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        model.set_attn_implementation("freekv_oracle")
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        settings: OracleSettings | None = None,
+        stop_token_ids: Collection[int] = (),
+    ) -> OracleResult:
+        """Continue ``input_ids`` greedily; settings None is dense. A stop token ends the result and is part of it."""
+        generation, cache = Generation(settings), DynamicCache()
+        tokens, logits, steps = [], [], []
+        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_token_ids):
+            fed = torch.tensor([tokens[-1:] or list(input_ids)], device=self.model.device)
+            generation.step = []
+            output = self.model(fed, past_key_values=cache, logits_to_keep=1, generation=generation, prefill=not tokens)
+            steps.append(generation.step)
+            logits.append(output.logits[0, -1].float().cpu())
+            tokens.append(int(logits[-1].argmax()))
+        return OracleResult(tokens, torch.stack(logits), steps[1:])

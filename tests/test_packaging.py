@@ -1,0 +1,148 @@
+"""What gets installed, and that the checkout's ``kernels/`` does not stand in the way of Hugging Face's ``kernels``."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+DIRECTORIES = {package: SETUPTOOLS["package-dir"].get(package, package) for package in SETUPTOOLS["packages"]}
+
+HUGGING_FACE = {  # stands in for the real distribution, which takes seconds to import
+    "__init__.py": "from kernels.utils import get_kernel\n",
+    "utils.py": "def get_kernel(): return 'from the hub'\n",
+    "layer/__init__.py": "from ..utils import get_kernel\n",
+}
+USES = "from kernels import get_kernel; import kernels.layer, kernels.utils; print(kernels.__file__, get_kernel())"
+SPAWNS = """
+import multiprocessing
+import sys
+
+def path():
+    from kernels import get_kernel
+    return get_kernel() and sys.modules["kernels"].__file__
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(path))
+"""
+
+
+def python(*arguments: object, cwd: Path, path: Sequence[Path] = ()) -> subprocess.CompletedProcess:
+    """Runs this interpreter as a user would: the current directory is on its ``sys.path``."""
+    search = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
+
+
+def output(*arguments: object, cwd: Path, path: Sequence[Path] = ()) -> str:
+    done = python(*arguments, cwd=cwd, path=path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory) -> Path:
+    site = tmp_path_factory.mktemp("hugging_face")
+    for name, source in HUGGING_FACE.items():
+        (site / "kernels" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "kernels" / name).write_text(source)
+    return site
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, since a build leaves files beside the sources."""
+    copy, wheels = tmp_path_factory.mktemp("source") / "checkout", tmp_path_factory.mktemp("wheels")
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
+    output("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, copy, cwd=wheels)
+    [built] = wheels.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A directory that holds the installed wheel."""
+    target = tmp_path_factory.mktemp("site")
+    output("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    return target
+
+
+def test_every_source_directory_is_mapped():
+    on_disk = {init.parent.name for init in ROOT.glob("*/__init__.py")}
+    assert set(DIRECTORIES.values()) == on_disk
+
+
+def test_wheel_holds_the_sources_and_their_data_and_nothing_else(wheel):
+    expected = set()
+    for package, directory in DIRECTORIES.items():
+        for pattern in ("*.py", *SETUPTOOLS["package-data"].get(package, ())):
+            files = (ROOT / directory).glob(pattern)
+            expected |= {f"{package.replace('.', '/')}/{file.relative_to(ROOT / directory).as_posix()}" for file in files}
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == expected
+    assert names >= {"sglang_freekv/py.typed", "sglang_freekv/launch/cpu_shim/sgl_kernel/__init__.py"}
+
+
+def test_wheel_names_the_plugin_its_version_and_its_license(wheel):
+    archive = zipfile.ZipFile(wheel)
+    [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    assert "[sglang.srt.plugins]\nfreekv = sglang_freekv.plugin:register" in archive.read(f"{info}/entry_points.txt").decode()
+    metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
+    version = output("-c", "import sglang_freekv; print(sglang_freekv.__version__)", cwd=ROOT)
+    assert (metadata["Name"], metadata["Version"], metadata["License-Expression"]) == ("sglang-freekv", version, "Apache-2.0")
+    assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+def test_installed_wheel_imports_outside_the_checkout(site, tmp_path):
+    modules = [f"{package}.config" if package == "sglang_freekv" else package for package in DIRECTORIES]
+    code = f"import {', '.join(modules)}; print(sglang_freekv.kernels.__file__)"
+    assert Path(output("-c", code, cwd=tmp_path, path=[site])).parent == site / "sglang_freekv" / "kernels"
+
+
+def test_editable_install_imports_the_checkout_from_anywhere(tmp_path):
+    code = "import sglang_freekv.kernels; print(sglang_freekv.kernels.__file__)"
+    for directory in (ROOT, tmp_path):
+        assert Path(output("-c", code, cwd=directory)) == ROOT / "kernels" / "__init__.py"
+
+
+@pytest.mark.parametrize("install", ["editable", "wheel"])
+@pytest.mark.parametrize("place", ["checkout", "elsewhere"])
+def test_kernels_is_hugging_faces(place, install, hugging_face, site, tmp_path):
+    path = [site, hugging_face] if install == "wheel" else [hugging_face]
+    directory = ROOT if place == "checkout" else tmp_path
+    real = hugging_face / "kernels" / "__init__.py"
+    assert output("-c", USES, cwd=directory, path=path) == f"{real} from the hub"
+
+
+def test_kernels_is_hugging_faces_in_a_spawned_child(hugging_face, tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    path = [ROOT, tmp_path, hugging_face]
+    assert output("-m", "spawns", cwd=ROOT, path=path) == str(hugging_face / "kernels" / "__init__.py")
+
+
+def test_kernels_hands_over_past_a_second_checkout(hugging_face, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    for name in ("__init__.py", "_shadow.py"):
+        shutil.copy(ROOT / "kernels" / name, tmp_path / "kernels")
+    assert output("-c", USES, cwd=ROOT, path=[tmp_path, hugging_face]) == f"{hugging_face / 'kernels' / '__init__.py'} from the hub"
+
+
+def test_kernels_is_absent_without_hugging_faces():
+    done = python("-S", "-E", "-c", "import kernels", cwd=ROOT)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: No module named 'kernels': Hugging Face's `kernels` is not installed" in done.stderr
+
+
+def test_server_starts_in_the_checkout():
+    assert "--kv-retrieval" in output("-m", "sglang.launch_server", "--help", cwd=ROOT)
