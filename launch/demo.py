@@ -26,11 +26,11 @@ QUESTIONS = ("magic-number", "code-word")
 MAX_ANSWER_TOKENS = 16
 
 FLAGS = (
-    "--model-path benchmarks/needle/model --kv-retrieval freekv --freekv-budget 512 --freekv-sink 128 --freekv-window 128 "
-    "--max-running-requests 4 --max-total-tokens 65536 --enable-metrics --enable-cache-report"
+    "--model-path benchmarks/needle/model --kv-retrieval freekv --freekv-budget 512 --freekv-host-memory 1 "
+    "--max-running-requests 4 --enable-metrics --enable-cache-report"
 ).split()
-FLAGS_ON_CPU = "--device cpu".split()
-FLAGS_ON_GPU = "--sampling-backend pytorch --cuda-graph-max-bs 4 --cuda-graph-backend-prefill disabled".split()
+FLAGS_ON_CPU = ["--device", "cpu"]
+FLAGS_ON_GPU = ["--sampling-backend", "pytorch"]  # the default compiles CUDA code, which needs nvcc
 
 
 def say(text: str) -> None:
@@ -97,7 +97,7 @@ def run(server: Server) -> bool:
 
 def show_how_to_use(server: Server) -> None:
     say(f"the server stays up at {server.url}, process {server.process.pid}")
-    say(f"  totals: curl {server.url}/server_info    metrics: curl {server.url}/metrics")
+    say(f"  OpenAI API: {server.url}/v1    totals: {server.url}/server_info    Prometheus: {server.url}/metrics")
     say(f"  stop it: kill {server.process.pid}")
 
 

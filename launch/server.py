@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 START_DEADLINE_S = 600
@@ -52,6 +52,14 @@ def ensure_free(port: int) -> int:
     return port
 
 
+def news_in(lines: Iterable[str]) -> Iterator[str]:
+    """What in the log is worth telling: phases, and the line that says that retrieval is on."""
+    for line in lines:
+        if ACTIVATION in line:
+            yield line[line.index(ACTIVATION) :].strip()
+        yield from (phase for mark, phase in PHASES.items() if mark in line)
+
+
 class Server:
     """``python -m sglang.launch_server`` in a process group of its own.
 
@@ -68,7 +76,13 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                self.command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                cwd=cwd,
+                env=os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},  # SGLang asks itself at start-up
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -87,18 +101,14 @@ class Server:
         started, said, phase = time.monotonic(), 0.0, "importing SGLang"
         with self.log.open(errors="replace") as log:
             while not self._is_healthy():
-                elapsed = time.monotonic() - started
                 self._ensure_alive()
+                elapsed = time.monotonic() - started
                 if elapsed > START_DEADLINE_S:
                     raise ServerFailed(f"the server did not answer within {START_DEADLINE_S} s; it was {phase}\n{self.tail()}")
-                lines = log.readlines()
-                for line in lines:
-                    if ACTIVATION in line:
-                        say(line[line.index(ACTIVATION) :].strip())
-                reached = [name for line in lines for mark, name in PHASES.items() if mark in line]
-                if reached or elapsed >= said:
-                    phase = reached[-1] if reached else phase
-                    say(f"{elapsed:4.0f} s  {phase}")
+                news = list(news_in(log.readlines()))
+                phase = next((line for line in reversed(news) if line in PHASES.values()), phase)
+                for line in news or [phase] * (elapsed >= said):
+                    say(f"{elapsed:4.0f} s  {line}")
                     said = elapsed + HEARTBEAT_S
                 time.sleep(POLL_S)
         return time.monotonic() - started
@@ -142,7 +152,7 @@ class Server:
     def tail(self) -> str:
         """The end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join(["the end of its log:", *(f"  | {line}" for line in lines), f"the whole log: {self.log}"])
+        return "\n".join(["the end of its log:", *(f"  | {line[:300]}" for line in lines), f"the whole log: {self.log}"])
 
     def stop(self) -> None:
         """Asks the server to drain and exit, then ends what is left of its process group."""

@@ -31,7 +31,7 @@ find_python() {
 missing_packages() {
   local python=$1
   if [ -z "$python" ]; then
-    echo python3 python3-venv
+    command -v python3 >/dev/null || echo python3 python3-venv
   elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     echo python3-venv
   fi
@@ -110,7 +110,8 @@ python=$venv/bin/python
 packages=($(missing_packages "$python"))
 ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
 if [ ! -x "$venv/bin/python" ]; then
-  python=$(find_python) || fail "Python 3.11 or 3.12 is needed, found $(python3 --version 2>&1); install one and run this again"
+  python=$(find_python) || fail "Python 3.11 or 3.12 is needed, found $(python3 --version 2>&1); install one and run this again," \
+    "or make the environment yourself, for example: uv venv --seed --python 3.12 .venv"
   quietly "making .venv with $("$python" --version)" "$python" -m venv "$venv"
 fi
 "$venv/bin/python" -c "$supported" ||

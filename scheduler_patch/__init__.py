@@ -93,4 +93,20 @@ SCHEDULER = (
     ),
 )
 
-SCHEDULER_ON_CPU: tuple[Patch, ...] = ()
+SCHEDULER_ON_CPU = (
+    Patch(
+        "sglang.srt.utils.common.support_triton", "backend", AROUND, "cpu:support_triton",
+        "SGLang takes a backend name that it does not know for one that runs Triton",
+    ),
+    Patch(
+        "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+        "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
+        AROUND, "cpu:alloc_extend",
+        "pages are handed out by a Triton kernel",
+    ),
+    Patch(
+        "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
+        "self seq_lens seq_lens_cpu last_loc", AROUND, "cpu:alloc_decode",
+        "the same, one token at a time",
+    ),
+)

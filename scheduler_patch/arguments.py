@@ -14,12 +14,13 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.policy import POLICIES
 from sglang_freekv.scheduler_patch import cpu, refusals
 from sglang_freekv.scheduler_patch.refusals import GIB, typed
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("none", "freekv")
+METHODS = ("none", *POLICIES)
 DEFAULTS = FreeKVConfig()
 
 
@@ -70,7 +71,7 @@ def add_cli_args(_, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--freekv-tau", type=float, metavar="COSINE",
         help="A kv head whose query is less similar than this to that of the step before selects and recalls before it attends, "
-        f"not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 always, below -1 never.",
+        f"not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, below -1 never.",
     )
     group.add_argument(
         "--freekv-dense-layers", nargs="+", metavar="LAYERS",
@@ -119,10 +120,8 @@ def init(original, self: ServerArgs, *args, **kwargs) -> None:
 
 
 def _take_options(kwargs: dict) -> Options:
-    """Our options: those of the command line, once, and those among the keyword arguments, which are removed."""
-    options = _command_line.get()
-    _command_line.set(Options())
-    return replace(options, **{name: kwargs.pop(name) for name in NAMES if name in kwargs})
+    """Our options: those of the command line, and those among the keyword arguments, which are removed."""
+    return replace(_command_line.get(), **{name: kwargs.pop(name) for name in NAMES if name in kwargs})
 
 
 def _refuse_idle_options(options: Options, kwargs: dict) -> None:

@@ -16,6 +16,7 @@ class Observer:
 
     def __init__(self, scheduler) -> None:
         self.allocator = scheduler.token_to_kv_pool_allocator
+        self.rows = scheduler.req_to_token_pool
         self.pool: FreeKVPool = self.allocator.get_kvcache()
         self.checked = RetrievalCounts()
         self.next_export = 0.0
@@ -32,7 +33,13 @@ class Observer:
 
     def state(self) -> dict:
         used, total = self.host_pages()
-        return {"host_pages_used": used, "host_pages_total": total, "totals": self.pool.totals.as_dict()}
+        return {
+            "host_pages_used": used,
+            "host_pages_total": total,
+            "rows_used": self.rows.size - self.rows.available_size(),
+            "rows_total": self.rows.size,
+            "totals": self.pool.totals.as_dict(),
+        }
 
     def export(self) -> None:
         """Bring /metrics up to date, at most once per interval."""

@@ -43,7 +43,7 @@ FLAGS = (
     Flag("attention_backend", (None, "freekv"), OWN_BACKEND),
     Flag("prefill_attention_backend", (None, "freekv"), OWN_BACKEND),
     Flag("decode_attention_backend", (None, "freekv"), OWN_BACKEND),
-    Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV keeps KV in 16 bits so far; use --kv-cache-dtype auto"),
+    Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV does not quantise KV so far; use --kv-cache-dtype auto"),
     Flag("speculative_algorithm", (None,), f"drafts are verified together, pages retrieved for one query; leave it out, {OFF}"),
     Flag("disaggregation_mode", ("null",), ON_HOST),
     Flag("enable_hierarchical_cache", (False,), ON_HOST),
@@ -86,10 +86,10 @@ MODEL_RULES = (
     Rule(lambda m: m.attention_arch == AttentionArch.MLA, "its latent attention (MLA) has no kv heads to retrieve pages for"),
     Rule(lambda m: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
     Rule(lambda m: m.is_encoder_decoder, "it has cross attention, and FreeKV retrieves for self attention"),
-    Rule(lambda m: m.attention_chunk_size, "it attends to chunks of {m.attention_chunk_size} tokens: nothing far to retrieve"),
+    Rule(lambda m: m.attention_chunk_size, "it attends to chunks of {m.attention_chunk_size} tokens and has nothing to retrieve"),
     Rule(
         lambda m: m.is_hybrid_swa or (m.sliding_window_size or m.context_len) < m.context_len,
-        "it attends to a sliding window of {m.sliding_window_size} tokens: nothing far to retrieve",
+        "it attends to a sliding window of {m.sliding_window_size} tokens and has nothing far to retrieve",
     ),
     Rule(lambda m: m.has_attention_sinks, "it has learned attention sinks, which FreeKV does not add"),
     Rule(lambda m: getattr(m.hf_text_config, "attn_logit_softcapping", None), "it caps attention logits, and FreeKV does not"),
@@ -102,7 +102,7 @@ MODEL_RULES = (
 RESOLVED_RULES = (
     Rule(
         lambda s, m, c: s.kv_cache_dtype == "auto" and _fp8_checkpoint(m),
-        "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV keeps KV in 16 bits so far; use --kv-cache-dtype bf16",
+        "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV does not quantise KV so far; use --kv-cache-dtype bf16",
     ),
     Rule(
         lambda s, m, c: set(s.get_attention_backends()) != {"freekv"},
@@ -111,6 +111,10 @@ RESOLVED_RULES = (
     Rule(
         lambda s, m, c: s.page_size != c.page_size,
         "--page-size {c.page_size}: SGLang insists on {s.page_size} here; use --page-size {s.page_size}, " + OFF,
+    ),
+    Rule(
+        lambda s, m, c: c.page_size == 1,
+        "--page-size 1: a page of one token has nothing to summarise; use --page-size 32",
     ),
     Rule(
         lambda s, m, c: s.chunked_prefill_size > 0 and s.chunked_prefill_size % c.page_size,

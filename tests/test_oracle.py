@@ -8,33 +8,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from oracle import (  # noqa: E402
-    Generation, Oracle, OracleSettings, candidates, decode_step, digest, pinned, score, select, similarity
-)
+import oracle  # noqa: E402
+from oracle import Oracle, OracleSettings, candidates, decode_step, digest, pinned, score, select  # noqa: E402
 
 NEEDLE_MODEL = Path(__file__).parents[1] / "benchmarks" / "needle" / "model"
 ALWAYS, SOMETIMES, NEVER = 1.5, 0.6, -1.5  # tau
 FLAGS_SEEN = {ALWAYS: {True}, SOMETIMES: {True, False}, NEVER: {False}}
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PROMPT = random.Random(0).choices(range(128), k=61)
 FAMILIES = {  # model type, query heads, kv heads, head_dim, more
     "llama": ("llama", 4, 2, 16, {}),
     "llama-mha": ("llama", 4, 4, 16, {}),
     "mistral-mqa": ("mistral", 4, 1, 16, {"sliding_window": None}),
     "qwen2": ("qwen2", 8, 2, 8, {}),
     "qwen3": ("qwen3", 6, 3, 16, {}),
-    "qwen3-moe": ("qwen3_moe", 6, 2, 16, MOE),
+    "qwen3-moe": ("qwen3_moe", 6, 2, 16, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_threads():
+def one_thread():  # tensors this small gain nothing from more, and lose much when other processes want the cores
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
+    yield torch.set_num_threads(1)
     torch.set_num_threads(before)
 
 
@@ -50,62 +49,51 @@ def tiny_model(family):
     return model.eval()
 
 
-def random_prompt(length):
-    return torch.randint(128, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-@torch.no_grad()
 def transformers_greedy(model, prompt, new_tokens):
-    """Dense greedy generation by transformers' own attention."""
+    """Dense greedy generation by transformers itself."""
     model.set_attn_implementation("sdpa")
-    cache, tokens, logits = DynamicCache(), [], []
-    for _ in range(new_tokens):
-        output = model(torch.tensor([tokens[-1:] or prompt]), past_key_values=cache)
-        logits.append(output.logits[0, -1])
-        tokens.append(int(logits[-1].argmax()))
-    return tokens, torch.stack(logits)
+    model.generation_config.update(eos_token_id=None, output_logits=True, return_dict_in_generate=True)
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+    return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits)
 
 
-def test_digest_covers_full_pages_only():
-    keys = torch.tensor([[[1, -1], [3, -4], [0, 2], [5, 1], [9, 9]]])
+def assert_equals_transformers(result, tokens, logits):
+    assert result.tokens == tokens
+    torch.testing.assert_close(result.logits, logits, rtol=0, atol=1e-4)
+
+
+def test_digest_covers_full_pages_and_score_bounds_them():
+    keys = torch.tensor([[[3, -4, 5, 0], [1, -1, 2, -2], [0, 1, 0, 4], [-1, 0, 1, 2], [9, 9, 9, 9]]])
     maxima, minima = digest(keys, page=2)
-    assert maxima.tolist() == [[[3, -1], [5, 2]]]
-    assert minima.tolist() == [[[1, -4], [0, 1]]]
-
-
-def test_score_is_the_upper_bound_over_the_root_of_head_dim():
-    query = torch.tensor([[[1.0, -2, 0, 1], [-1, 0, 0, 0]]])
-    maxima, minima = torch.tensor([[[3, -1, 5, 0], [0, 1, 1, 4]]]), torch.tensor([[[1, -4, 2, -2], [-1, 0, 0, 2]]])
-    # first query head, first page: 1 * 3, -2 * -4, 0, 1 * 0; second page: 1 * 0, -2 * 0, 0, 1 * 4
+    assert maxima.tolist() == [[[3, -1, 5, 0], [0, 1, 1, 4]]]
+    assert minima.tolist() == [[[1, -4, 2, -2], [-1, 0, 0, 2]]]
+    query = torch.tensor([[[1, -2, 0, 1], [-1, 0, 0, 0]]])
+    # first query head, first page: 1 * 3, -2 * -4, 0, 1 * 0; second page: 1 * 0, -2 * 0, 0, 1 * 4; over the root of 4
     assert score(query, maxima, minima).tolist() == [[[11 / 2, 4 / 2], [-1 / 2, 1 / 2]]]
 
 
-PAGES_OF_FOUR = {  # n, sink, window: pinned, candidates
-    (1, 4, 4): ([0], []),
-    (8, 4, 4): ([0, 1], []),
-    (9, 4, 4): ([0, 2], [1]),
-    (12, 4, 4): ([0, 2], [1]),
-    (13, 4, 4): ([0, 3], [1, 2]),
-    (12, 4, 8): ([0, 1, 2], []),
-    (13, 4, 8): ([0, 2, 3], [1]),
-    (8, 0, 4): ([1], [0]),
-    (9, 0, 4): ([2], [0, 1]),
-    (5, 12, 4): ([0, 1], []),
-    (17, 12, 4): ([0, 1, 2, 4], [3]),
-}
-
-
-@pytest.mark.parametrize("n, sink, window", PAGES_OF_FOUR)
-def test_pinned_and_candidate_pages(n, sink, window):
+@pytest.mark.parametrize(
+    "n, sink, window, pages",
+    [
+        (1, 4, 4, ([0], [])),
+        (8, 4, 4, ([0, 1], [])),
+        (9, 4, 4, ([0, 2], [1])),
+        (12, 4, 4, ([0, 2], [1])),
+        (13, 4, 4, ([0, 3], [1, 2])),
+        (12, 4, 8, ([0, 1, 2], [])),
+        (13, 4, 8, ([0, 2, 3], [1])),
+        (5, 12, 4, ([0, 1], [])),
+    ],
+)
+def test_pinned_and_candidate_pages_of_four_tokens(n, sink, window, pages):
     settings = OracleSettings(budget=20, sink=sink, window=window, tau=NEVER, page=4)
-    assert (pinned(n, settings), candidates(n, settings)) == PAGES_OF_FOUR[n, sink, window]
+    assert (pinned(n, settings), candidates(n, settings)) == pages
 
 
-# With pages of one token and this query, a key's first two numbers are its scores for the two query heads.
 QUERY = torch.tensor([[[2.0, 0, 0, 0], [0, 2, 0, 0]]])
 
 
-def keys_scoring(*scores):
+def keys_scoring(*scores):  # each key alone in its page, by the two heads of QUERY
     return torch.tensor([[[*pair, 0, 0] for pair in scores]])
 
 
@@ -125,21 +113,14 @@ def test_page_leaving_the_window_is_selectable_for_the_next_step_only():
     assert select(QUERY, keys, 7, settings)[0].pages == [2]
 
 
-def test_similarity_is_averaged_over_the_group():
-    query = torch.tensor([[[1.0, 0], [0, 2]], [[3, 4], [-1, 0]]])
-    previous = torch.tensor([[[2.0, 0], [2, 0]], [[4, 3], [1, 0]]])
-    assert similarity(query, previous) == pytest.approx([(1 + 0) / 2, (24 / 25 - 1) / 2])
-
-
 @pytest.mark.parametrize("tau, corrected, attended", [(0.5, False, [0, 2, 4]), (0.51, True, [0, 3, 4])])
 def test_only_similarity_below_tau_is_corrected(tau, corrected, attended):
     settings = OracleSettings(budget=3, sink=1, window=1, tau=tau, page=1)
-    previous = torch.tensor([[[1.0, 0, 0, 0], [1, 0, 0, 0]]])  # cosines 1 and 0
-    keys = keys_scoring((0, 0), (0, 0), (0, 0), (1, 1), (0, 0))
-    speculative = select(-QUERY, keys_scoring((0, 0), (1, 1), (0, 0), (1, 1), (0, 0)), 5, settings)
-    step = decode_step(QUERY, keys, previous, speculative, settings)
-    assert step.corrected == [corrected]
-    assert step.attended == [attended]
+    previous = torch.tensor([[[4.0, 0, 0, 0], [7, 0, 0, 0]]])  # cosines 1 and 0
+    speculative = select(QUERY, keys_scoring((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)), 5, settings)
+    step = decode_step(QUERY, keys_scoring((0, 0), (0, 0), (0, 0), (1, 1), (0, 0)), previous, speculative, settings)
+    assert step.similarity == [0.5]
+    assert (step.corrected, step.attended) == ([corrected], [attended])
 
 
 def attended_by_loops(query, keys, settings):
@@ -150,24 +131,12 @@ def attended_by_loops(query, keys, settings):
     for group, head_keys in zip(query.tolist(), keys.tolist(), strict=True):
         pooled = dict.fromkeys(middle, 0.0)
         for q in group:
-            bounds = {}
-            for j in middle:
-                columns = zip(*(head_keys[token] for token in pages[j]), strict=True)
-                bounds[j] = sum(max(x * k for k in column) for x, column in zip(q, columns, strict=True))
-            weights = {j: math.exp(bound / len(q) ** 0.5) for j, bound in bounds.items()}
-            for j in middle:
-                pooled[j] += weights[j] / sum(weights.values())
+            bounds = {j: sum(max(x * head_keys[t][d] for t in pages[j]) for d, x in enumerate(q)) for j in middle}
+            weights = {j: math.exp(bounds[j] / len(q) ** 0.5) for j in middle}
+            pooled = {j: pooled[j] + weights[j] / sum(weights.values()) for j in middle}
         best = sorted(middle, key=lambda j: (-pooled[j], j))[: settings.selected_pages]
         attended.append(sorted({*range(len(pages))} - {*middle} | {*best}))
     return attended
-
-
-def masked_attention(query, keys, values, attended, settings):
-    """Attention of query [H, G, D] over all keys, those outside the attended pages masked."""
-    page_of_token = torch.arange(keys.shape[1]) // settings.page
-    mask = torch.stack([torch.isin(page_of_token, torch.tensor(pages)) for pages in attended])
-    weights = (torch.einsum("hgd,hnd->hgn", query, keys) * 0.3).masked_fill(~mask[:, None], -math.inf).softmax(-1)
-    return torch.einsum("hgn,hnd->hgd", weights, values)
 
 
 @pytest.mark.parametrize("tau", [ALWAYS, SOMETIMES, NEVER])
@@ -176,56 +145,48 @@ def test_decoding_equals_loops_over_tokens(tau, sink, window):
     heads, group, dim, prompt, total = 3, 2, 4, 13, 49
     settings = OracleSettings(budget=sink + window + 12, sink=sink, window=window, tau=tau, page=4, dense_layers=())
     torch.manual_seed(0)
-    keys, values, noise = torch.randn(3, heads, total, dim)
-    queries = torch.randn(total, heads, group, dim)
+    all_keys, all_values = torch.randn(2, heads, total, dim)
+    queries = torch.randn(heads, group, total, dim)
     for t in range(1, total):  # neighbouring queries resemble each other, more or less
-        queries[t] += queries[t - 1] * 0.5 * (1 + t % 3)
-    generation, seen = Generation(settings), set()
-    prefill = queries[:prompt].flatten(1, 2).transpose(0, 1)
-    generation.attend(0, prefill, keys[:, :prompt], values[:, :prompt], 0.3, prefill=True)
+        queries[:, :, t] += queries[:, :, t - 1] * 0.5 * (1 + t % 3)
+    generation, seen = oracle.Generation(settings), set()
+    prefill = queries[:, :, :prompt].flatten(0, 1), all_keys[:, :prompt], all_values[:, :prompt]
+    generation.attend(0, *prefill, scaling=0.3, prefill=True)
     for n in range(prompt + 1, total + 1):
         generation.step = []
-        query, previous = queries[n - 1], queries[n - 2]
-        output = generation.attend(0, query.flatten(0, 1)[:, None], keys[:, :n], values[:, :n], 0.3, prefill=False)
+        previous, query, keys, values = *queries[:, :, n - 2 : n].unbind(2), all_keys[:, :n], all_values[:, :n]
+        output = generation.attend(0, query.reshape(-1, 1, dim), keys, values, scaling=0.3, prefill=False)
         turned = [bool(x < tau) for x in torch.cosine_similarity(query, previous, dim=-1).mean(-1)]
-        now, speculated = (attended_by_loops(q, keys[:, :n], settings) for q in (query, previous))
+        now, speculated = attended_by_loops(query, keys, settings), attended_by_loops(previous, keys, settings)
         expected = [now[head] if turned[head] else speculated[head] for head in range(heads)]
-        assert generation.step[0].corrected == turned
-        assert generation.step[0].attended == expected
-        torch.testing.assert_close(
-            output.reshape(heads, group, dim), masked_attention(query, keys[:, :n], values[:, :n], expected, settings)
-        )
+        assert (generation.step[0].corrected, generation.step[0].attended) == (turned, expected)
+        mask = torch.stack([torch.isin(torch.arange(n) // 4, torch.tensor(pages)) for pages in expected])[:, None]
+        masked = F.scaled_dot_product_attention(query, keys, values, mask, scale=0.3)
+        torch.testing.assert_close(output.view_as(query), masked)
         seen |= {*turned}
     assert seen == FLAGS_SEEN[tau]
 
 
-def assert_equals_transformers(result, tokens, logits):
-    assert result.tokens == tokens
-    torch.testing.assert_close(result.logits, logits, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dense_and_budget_of_whole_context_equal_transformers(family):
-    model, prompt = tiny_model(family), random_prompt(61)
-    tokens, logits = transformers_greedy(model, prompt, 12)
+    model = tiny_model(family)
+    tokens, logits = transformers_greedy(model, PROMPT, 12)
     assert len(set(tokens)) > 5
-    reference = Oracle(model)
-    assert_equals_transformers(reference.generate(prompt, 12), tokens, logits)
-    whole = OracleSettings(budget=72, sink=16, window=16, tau=SOMETIMES, page=8)  # the last step decodes token 72
-    result = reference.generate(prompt, 12, whole)
+    assert_equals_transformers(Oracle(model).generate(PROMPT, 12), tokens, logits)
+    settings = OracleSettings(budget=72, sink=16, window=16, tau=SOMETIMES, page=8)  # the last step decodes token 72
+    result = Oracle(model).generate(PROMPT, 12, settings)
     assert_equals_transformers(result, tokens, logits)
     assert result.attended[-1][1] == [[*range(9)]] * FAMILIES[family][2]
 
 
 @pytest.mark.parametrize("family, tau", [("llama", ALWAYS), ("qwen3-moe", SOMETIMES), ("qwen2", NEVER)])
 def test_small_budget_changes_what_is_attended_and_is_never_exceeded(family, tau):
-    reference, prompt = Oracle(tiny_model(family)), random_prompt(61)
+    reference = Oracle(tiny_model(family))
     settings = OracleSettings(budget=40, sink=8, window=8, tau=tau, page=8, dense_layers=(1,))
-    result = reference.generate(prompt, 20, settings)
-    assert not torch.allclose(result.logits, reference.generate(prompt, 20).logits, atol=0.1)
+    result = reference.generate(PROMPT, 20, settings)
+    assert not torch.allclose(result.logits, reference.generate(PROMPT, 20).logits, atol=0.1)
     assert len(result.steps) == len(result.tokens) - 1 == 19
-    corrected = {flag for step in result.corrected for layer in (0, 2) for flag in step[layer]}
-    assert corrected == FLAGS_SEEN[tau]
+    assert {flag for step in result.corrected for layer in (0, 2) for flag in step[layer]} == FLAGS_SEEN[tau]
     for n, step in enumerate(result.steps, start=62):
         assert not any(step[1].corrected) and step[1].attended == [[*range(-(-n // 8))]] * len(step[1].attended)
         for pages in step[0].attended + step[2].attended:
@@ -234,18 +195,18 @@ def test_small_budget_changes_what_is_attended_and_is_never_exceeded(family, tau
 
 
 def test_stop_token_ends_the_result_and_settings_do_not_leak():
-    reference, prompt = Oracle(tiny_model("llama")), random_prompt(61)
-    result = reference.generate(prompt, 8)
+    reference = Oracle(tiny_model("llama"))
+    result = reference.generate(PROMPT, 8)
     best, second = sorted(result.logits[0].tolist(), reverse=True)[:2]
     assert result.margin[0] == pytest.approx(best - second)
-    reference.generate(prompt, 4, OracleSettings(budget=24, sink=8, window=8, tau=NEVER, page=8))
-    stopped = reference.generate(prompt, 8, stop_token_ids=[result.tokens[2]])
+    reference.generate(PROMPT, 4, OracleSettings(budget=24, sink=8, window=8, tau=NEVER, page=8))
+    stopped = reference.generate(PROMPT, 8, stop_token_ids=[result.tokens[2]])
     assert stopped.tokens == result.tokens[: result.tokens.index(result.tokens[2]) + 1]
 
 
 def test_sliding_window_is_refused():
     model = tiny_model("mistral-mqa")
-    model.model.layers[0].self_attn.config.sliding_window = 16
+    model.config.sliding_window = 16
     with pytest.raises(ValueError, match="sliding_window = 16"):
         Oracle(model).generate([1, 2, 3], 1)
 
@@ -253,10 +214,9 @@ def test_sliding_window_is_refused():
 FILLERS = (
     " The library keeps a copy of every file that was changed since the last release.",
     " If the value is not given, the program reads it from the configuration file.",
-    " He walked along the river until the road turned to the north.",
     " The names in this list are sorted by the date of their first use.",
 )
-FACTS = {"silver garden": "430041", "winter market": "807256", "paper engine": "119638", "morning letter": "562904"}
+FACTS = {"silver garden": "430041", "winter market": "807256", "paper engine": "119638"}
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +227,9 @@ def needle():
 
 def needle_prompt(length, subject):
     """About ``length`` tokens of prose with the facts spread over it, and a question about one of them."""
-    prose = random.Random(0).choices(FILLERS, k=length // 15)  # tokens of a filler, on average
+    prose = random.Random(0).choices(FILLERS, k=length // 17)  # tokens of a filler
     for i, (key, value) in enumerate(FACTS.items()):
-        prose.insert((2 * i + 1) * len(prose) // 8, f" The special magic number for {key} is {value}.")
+        prose.insert((2 * i + 1) * len(prose) // 6, f" The special magic number for {key} is {value}.")
     return f"<s><|user|>{''.join(prose)}<|user|>What is the special magic number for {subject}?<|assistant|>"
 
 
@@ -281,11 +241,10 @@ def test_needle_model_with_budget_of_whole_context_equals_transformers(needle):
     assert_equals_transformers(Oracle(model).generate(prompt, 5, settings), tokens, logits)
 
 
-@pytest.mark.parametrize("subject, tau", [("silver garden", ALWAYS), ("winter market", SOMETIMES), ("paper engine", NEVER)])
+@pytest.mark.parametrize("subject, tau", [*zip(FACTS, [ALWAYS, SOMETIMES, NEVER], strict=True)])
 def test_needle_is_found_within_a_quarter_of_the_context(needle, subject, tau):
     model, encode = needle
     prompt, answer = encode(needle_prompt(2048, subject)), encode(f" {FACTS[subject]}")
+    assert len(prompt) > 4 * 512
     settings = OracleSettings(budget=512, sink=64, window=64, tau=tau, page=32)
-    result = Oracle(model).generate(prompt, len(answer), settings)
-    assert len(prompt) > 2000 and len(result.attended[0][1][0]) == 16
-    assert result.tokens == answer
+    assert Oracle(model).generate(prompt, len(answer), settings).tokens == answer

@@ -42,7 +42,7 @@ def python(*arguments: object, cwd: Path, path: Sequence[Path] = ()) -> subproce
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
     environment.pop("PYTHONSAFEPATH", None)
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=300)
 
 
 def output(*arguments: object, cwd: Path, path: Sequence[Path] = ()) -> str:

@@ -10,7 +10,6 @@ A short run to see that everything works:
 
 import argparse
 import math
-import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,11 +21,10 @@ from tasks import TASKS
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from training_data import make_conversation, make_example
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 PROSE_SHARE, PROSE_WEIGHT = 0.06, 0.1  # of the prose tokens that are sampled; in the loss
 DEFAULT_PLAN = "512:0.18,1024:0.14,2048:0.18,4096:0.2,8192:0.18,16384:0.12"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Batches(IterableDataset):
@@ -145,8 +143,7 @@ def evaluate(model: LlamaForCausalLM, corpus: Corpus, length_tokens: int, docume
 def save(model: LlamaForCausalLM, tokenizer_directory: Path, output: Path) -> None:
     """Writes the Hugging Face format, in two shards, with the tokenizer beside it."""
     model.to(torch.bfloat16).save_pretrained(output, max_shard_size="14MB")
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer_directory / name, output / name)
+    AutoTokenizer.from_pretrained(tokenizer_directory).save_pretrained(output)
 
 
 def length_plan(text: str) -> list[tuple[int, float]]:

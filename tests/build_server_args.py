@@ -1,0 +1,90 @@
+"""Builds ServerArgs as the launcher and `Engine` do, many times in one process, because importing SGLang takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from argparse import ArgumentParser
+
+
+def run(cases: dict[str, dict]) -> dict:
+    """What SGLang with the plugin says to each case, on a machine that has no GPU or hides it.
+
+    Args:
+        cases: ``{"argv": [...]}`` for the command line, or ``{"args": [...], "kwargs": {...}}`` for ``Engine``;
+            with ``"stock"`` the hook on ``ServerArgs`` is left out.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", __file__],
+        input=json.dumps(cases),
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def build(case: dict) -> dict:
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            if "argv" in case:
+                server_args = prepare_server_args(case["argv"])
+            else:
+                server_args = ServerArgs.__new__(ServerArgs)
+                init = ServerArgs.__init__.__wrapped__ if case.get("stock") else ServerArgs.__init__
+                init(server_args, *case.get("args", ()), **case["kwargs"])
+        except SystemExit as exit:
+            return {"exit": exit.code, "stderr": stderr.getvalue()}
+        except Exception as error:
+            return {"raised": [cls.__name__ for cls in type(error).__mro__], "message": str(error)}
+    return describe(server_args)
+
+
+def describe(server_args) -> dict:
+    config = getattr(server_args, "_freekv", None)
+    copies = (copy.deepcopy(server_args), pickle.loads(pickle.dumps(server_args)))
+    graphs = server_args.cuda_graph_config
+    return {
+        "config": config and dataclasses.asdict(config),
+        "config_of_copies": [getattr(other, "_freekv", None) == config for other in copies],
+        "settings": {name: getattr(server_args, name) for name in ("page_size", "attention_backend", "device")},
+        "graphs": [graphs.decode.backend, graphs.prefill.backend],
+        "fields": {field.name: repr(getattr(server_args, field.name)) for field in dataclasses.fields(server_args)},
+        "environment": {name: os.environ.get(name) for name in ("SGLANG_USE_CPU_ENGINE", "PYTHONPATH")},
+    }
+
+
+def main() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_freekv.scheduler_patch.refusals import FLAGS
+
+    cases = json.load(sys.stdin)
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    facts = {
+        "help": parser.format_help(),
+        "flags": [flag for action in parser._actions for flag in action.option_strings],
+        "refused": [flag.name for flag in FLAGS],
+        "outcomes": {name: build(case) for name, case in cases.items()},
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

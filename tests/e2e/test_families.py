@@ -1,0 +1,51 @@
+"""Tiny random-weight models of other families: dense as stock SGLang within the budget, as the oracle beyond it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from oracle import Oracle, OracleSettings
+from serving import freekv_flags, stock_env, stock_flags
+from transformers import AutoConfig, AutoModelForCausalLM
+
+NEW_TOKENS, VOCABULARY = 16, 512
+SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
+FAMILIES = {  # model type, query heads, kv heads, more
+    "qwen2": ("qwen2", 8, 2, {}),
+    "qwen3": ("qwen3", 6, 3, {}),
+    "mistral": ("mistral", 4, 2, {"sliding_window": None}),
+    "llama-mha": ("llama", 4, 4, {}),
+    "llama-8q-1kv": ("llama", 8, 1, {}),
+    "qwen3-moe": ("qwen3_moe", 4, 2, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+}
+
+
+def make_model(family: str, path) -> None:
+    kind, query_heads, kv_heads, more = FAMILIES[family]
+    heads = {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": 16}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **heads, **shape, max_position_embeddings=4096, tie_word_embeddings=False, **more)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # biases and norms start as constants, and small weights make every token alike
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.3))
+    model.save_pretrained(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_as_stock_and_as_the_oracle(serve, tmp_path, family):
+    make_model(family, tmp_path)
+    choices = random.Random(family)
+    prompts = [choices.choices(range(VOCABULARY), k=length) for length in (16, 77, 200, 230, 500, 901)]
+    common = {"--model-path": tmp_path, "--skip-tokenizer-init": True, "--max-total-tokens": 8192}
+    with serve(stock_flags() | common, stock_env()) as server:
+        stock = [answer["output_ids"] for answer in server.generate_all(prompts[:4], NEW_TOKENS)]
+    flags = freekv_flags(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau)
+    with serve(flags | common) as server:
+        answers = [answer["output_ids"] for answer in server.generate_all(prompts, NEW_TOKENS)]
+    oracle = Oracle(tmp_path)
+    assert answers[:4] == stock
+    assert answers == [oracle.generate(prompt, NEW_TOKENS, SETTINGS).tokens for prompt in prompts]

@@ -1,0 +1,52 @@
+"""Needle accuracy of a real server, FreeKV beside dense: the same 240 questions at 2K and 4K, budget 512."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import tasks
+from serving import Server, freekv_flags, stock_env, stock_flags
+
+LENGTHS, DOCUMENTS, QUESTIONS = (2048, 4096), 10, 12
+TASKS = ("magic-number", "code-word", "multi-value", "variable-1")
+SOLVED = 0.8  # what "a task that dense solves" means
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[tuple[int, tasks.Prompt]]:
+    rng = np.random.default_rng(1)
+    asked = []
+    for length in LENGTHS:
+        for _ in range(DOCUMENTS):
+            document = tasks.make_document(rng, length, needle_count=QUESTIONS + 4, tasks=TASKS * (QUESTIONS // len(TASKS)))
+            asked += [(length, document.ask(fact)) for fact in document.facts[:QUESTIONS]]
+    return asked
+
+
+def right_answers(server: Server, questions) -> dict[tuple[str, int], list[bool]]:
+    answers = server.generate_all([prompt.token_ids for _, prompt in questions], 24, ignore_eos=False)
+    right = defaultdict(list)
+    for (length, prompt), answer in zip(questions, answers):
+        right[prompt.task, length].append(prompt.is_answered_by(answer["output_ids"]))
+    return right
+
+
+def test_as_accurate_as_dense(serve, questions, capsys):
+    with serve(stock_flags() | {"--page-size": 1}, stock_env()) as server:
+        dense = right_answers(server, questions)
+    with serve(freekv_flags(512, sink=128, window=128)) as server:
+        sparse = right_answers(server, questions)
+        recalled = server.when_idle()["totals"]["pages_recalled"]
+    with capsys.disabled():
+        print(f"\n{'task':>14} {'length':>6} {'dense':>6} {'FreeKV':>6}  questions")
+        for (task, length), right in sorted(dense.items()):
+            print(f"{task:>14} {length:>6} {np.mean(right):6.3f} {np.mean(sparse[task, length]):6.3f}  {len(right)}")
+    assert recalled > 0
+    for task in TASKS:
+        of_dense = np.concatenate([dense[task, length] for length in LENGTHS])
+        of_sparse = np.concatenate([sparse[task, length] for length in LENGTHS])
+        if of_dense.mean() >= SOLVED:
+            assert of_sparse.mean() >= of_dense.mean() - 0.02, task
+    assert sum(map(len, dense.values())) >= 200

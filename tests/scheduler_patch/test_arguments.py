@@ -1,0 +1,177 @@
+"""The options: in --help, on the command line, in YAML and as keyword arguments of Engine; and that none changes nothing."""
+
+import pytest
+from build_server_args import run
+from serving import NEEDLE_MODEL
+
+MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
+OPTIONS = (
+    "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-dense-layers", "freekv-host-memory",
+)  # fmt: skip
+YAML = """
+model-path: {model}
+device: cpu
+kv-retrieval: freekv
+freekv-budget: 1024
+freekv-tau: 0.8
+freekv-dense-layers: [0, 2]
+freekv-host-memory: 0.5
+"""
+
+
+def cli(*flags) -> dict:
+    return {"argv": ["--model-path", str(NEEDLE_MODEL), "--device", "cpu", *map(str, flags)]}
+
+
+def freekv(*flags) -> dict:
+    return cli("--kv-retrieval", "freekv", *flags)
+
+
+def engine(**options) -> dict:
+    return {"kwargs": MODEL | options}
+
+
+EDGES = {  # typed flags: budget, sink, window
+    (): (2048, 512, 512),
+    ("--freekv-budget", 512): (512, 128, 128),
+    ("--freekv-budget", 8192): (8192, 512, 512),
+    ("--freekv-budget", 96): (96, 32, 32),
+    ("--freekv-budget", 1024, "--freekv-sink", 32): (1024, 32, 256),
+    ("--freekv-sink", 0): (2048, 0, 512),
+    ("--freekv-window", 1024): (2048, 512, 1024),
+    ("--freekv-budget", 1600, "--page-size", 64): (1600, 384, 384),
+}
+LAYERS = {"0,3": [0, 3], "3, 0,3": [0, 3], "none": [], "": [], "1": [1]}
+WRONG = {
+    ("--freekv-dense-layers", "first"): "--freekv-dense-layers first: expected comma-separated layer numbers",
+    ("--freekv-dense-layers", -1): "--freekv-dense-layers -1: expected layer numbers from 0",
+    ("--freekv-budget", 100): "--freekv-budget 100: expected a non-negative multiple of --page-size 32",
+    ("--freekv-budget", 64): "--freekv-budget 64: expected more than --freekv-sink 32 + --freekv-window 32",
+    ("--freekv-window", 0): "--freekv-window 0: expected at least one page",
+    ("--page-size", 0): "--page-size 0: expected at least 1",
+    ("--page-size", 48): "--freekv-budget 2048: expected a non-negative multiple of --page-size 48",
+    ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
+    ("--freekv-host-memory", 0): "--freekv-host-memory 0: expected GiB above 0",
+}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    yaml = tmp_path_factory.mktemp("config") / "freekv.yaml"
+    yaml.write_text(YAML.format(model=NEEDLE_MODEL))
+    cases = {
+        "stock": {"kwargs": MODEL | {"attention_backend": "torch_native"}, "stock": True},
+        "none": engine(attention_backend="torch_native"),
+        "none, said": engine(attention_backend="torch_native", kv_retrieval="none"),
+        "none, cli": cli("--attention-backend", "torch_native"),
+        "yaml": {"argv": ["--config", str(yaml)]},
+        "yaml, overridden": {"argv": ["--config", str(yaml), "--freekv-tau", "0.7"]},
+        "engine": engine(kv_retrieval="freekv", freekv_budget=1024, freekv_dense_layers=[2, 0], freekv_tau=1),
+        "engine, positional": {"args": [str(NEEDLE_MODEL)], "kwargs": {"device": "cpu", "kv_retrieval": "freekv"}},
+        "engine, refused": engine(kv_retrieval="freekv", speculative_algorithm="EAGLE"),
+        "engine, fraction": engine(kv_retrieval="freekv", freekv_budget=1024.5),
+        "engine, unknown method": engine(kv_retrieval="quest"),
+        "engine, unknown option": engine(kv_retrieval="freekv", freekv_bugdet=1024),
+        "engine, after a refusal": engine(attention_backend="torch_native"),
+        "fields of a copy": engine(attention_backend="freekv"),
+        "tp": freekv("--tp-size", 2),
+        "dp": freekv("--dp-size", 2),
+        "no device": {"argv": ["--model-path", str(NEEDLE_MODEL), "--kv-retrieval", "freekv"]},
+    }
+    cases |= {f"edges {flags}": freekv(*flags) for flags in EDGES}
+    cases |= {f"layers {text!r}": freekv("--freekv-dense-layers", text) for text in LAYERS}
+    cases |= {f"wrong {flags}": freekv(*flags) for flags in WRONG}
+    cases |= {f"idle {name}": cli(f"--{name}", 1) for name in OPTIONS[1:]}
+    return run(cases)
+
+
+@pytest.fixture(scope="module")
+def outcomes(facts):
+    return facts["outcomes"]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_help_shows_every_option_with_its_default(facts, option):
+    group = facts["help"].split("KV retrieval (FreeKV):")[1]
+    described = group.split(f"  --{option} ")[1].split("  --")[0]
+    assert "Default: " in described
+
+
+def test_none_leaves_server_args_and_the_environment_as_they_are(outcomes):
+    stock = outcomes["stock"]
+    assert outcomes["none"] == outcomes["none, said"] == stock and stock["config"] is None
+    assert outcomes["none, cli"]["config"] is None and outcomes["none, cli"]["environment"] == stock["environment"]
+    assert outcomes["engine, after a refusal"]["config"] is None
+
+
+def test_defaults(outcomes):
+    outcome = outcomes[f"edges {()}"]
+    memory = outcome["config"]["host_memory_gib"]
+    assert outcome["config"] == {
+        "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
+        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory,
+    }  # fmt: skip
+    assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
+    assert outcome["graphs"] == ["disabled", "disabled"]
+    assert memory > 0
+
+
+@pytest.mark.parametrize("ranks", ["tp", "dp"])
+def test_ranks_share_the_host_memory(outcomes, ranks):
+    alone = outcomes[f"edges {()}"]["config"]["host_memory_gib"]
+    assert outcomes[ranks]["config"]["host_memory_gib"] == pytest.approx(alone / 2, rel=0.4)
+
+
+def test_yaml(outcomes):
+    config = outcomes["yaml"]["config"]
+    assert (config["budget_tokens"], config["sink_tokens"], config["tau"]) == (1024, 256, 0.8)
+    assert (config["dense_layers"], config["host_memory_gib"]) == ([0, 2], 0.5)
+    assert outcomes["yaml, overridden"]["config"] == config | {"tau": 0.7}
+
+
+def test_engine(outcomes):
+    config = outcomes["engine"]["config"]
+    assert (config["budget_tokens"], config["dense_layers"], config["tau"]) == (1024, [0, 2], 1.0)
+    assert outcomes["engine, positional"]["config"]["budget_tokens"] == 2048
+
+
+def test_engine_raises_value_errors(outcomes):
+    refused = outcomes["engine, refused"]
+    assert refused["raised"][:2] == ["Refusal", "ValueError"] and refused["message"].startswith("--speculative-algorithm EAGLE: ")
+    assert outcomes["engine, fraction"]["message"].startswith("--freekv-budget 1024.5: expected a whole number of tokens")
+    assert outcomes["engine, unknown method"]["message"].startswith("--kv-retrieval quest: expected one of none, freekv")
+    assert "freekv_bugdet" in outcomes["engine, unknown option"]["message"]
+
+
+@pytest.mark.parametrize("flags", EDGES, ids=str)
+def test_sink_and_window_shrink_with_the_budget(outcomes, flags):
+    config = outcomes[f"edges {flags}"]["config"]
+    assert (config["budget_tokens"], config["sink_tokens"], config["window_tokens"]) == EDGES[flags]
+
+
+@pytest.mark.parametrize("text", LAYERS, ids=repr)
+def test_dense_layers(outcomes, text):
+    assert outcomes[f"layers {text!r}"]["config"]["dense_layers"] == LAYERS[text]
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=str)
+def test_wrong_values_are_one_line(outcomes, flags):
+    outcome = outcomes[f"wrong {flags}"]
+    assert outcome["exit"] == 2 and outcome["stderr"].splitlines()[-1].startswith("error: " + WRONG[flags])
+
+
+@pytest.mark.parametrize("option", OPTIONS[1:])
+def test_an_option_without_retrieval_is_not_ignored(outcomes, option):
+    outcome = outcomes[f"idle {option}"]
+    assert outcome["exit"] == 2 and f"error: --{option}: it has no effect without --kv-retrieval freekv" in outcome["stderr"]
+
+
+def test_copies_of_server_args_keep_the_config(outcomes):
+    assert outcomes[f"edges {()}"]["config_of_copies"] == [True, True]
+    assert outcomes["fields of a copy"]["message"].startswith("--attention-backend freekv: it is part of --kv-retrieval freekv")
+
+
+def test_a_machine_without_a_gpu_serves_on_its_cpu(outcomes):
+    outcome = outcomes["no device"]
+    assert outcome["settings"]["device"] == "cpu"
+    assert outcome["environment"]["SGLANG_USE_CPU_ENGINE"] == "1" and "cpu_shim" in outcome["environment"]["PYTHONPATH"]

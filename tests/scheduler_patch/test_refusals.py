@@ -1,0 +1,244 @@
+"""What is refused: one line that names the option or the model's property, why, and what to use instead."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from build_server_args import run
+from serving import NEEDLE_MODEL
+from sglang_freekv.config import FreeKVConfig, Refusal
+
+FLAGS = {  # option of ServerArgs: how a user types it
+    "device": ("--device", "xpu"),
+    "attention_backend": ("--attention-backend", "flashinfer"),
+    "prefill_attention_backend": ("--prefill-attention-backend", "triton"),
+    "decode_attention_backend": ("--decode-attention-backend", "fa3"),
+    "kv_cache_dtype": ("--kv-cache-dtype", "fp8_e4m3"),
+    "speculative_algorithm": ("--speculative-algorithm", "EAGLE"),
+    "disaggregation_mode": ("--disaggregation-mode", "decode"),
+    "pp_size": ("--pp-size", "2"),
+    "attn_cp_size": ("--attn-cp-size", "2"),
+    "dcp_size": ("--dcp-size", "2"),
+    "dwdp_size": ("--dwdp-size", "2"),
+    "cuda_graph_backend_decode": ("--cuda-graph-backend-decode", "full"),
+    "cuda_graph_backend_prefill": ("--cuda-graph-backend-prefill", "breakable"),
+    "cuda_graph_config": ("--cuda-graph-config", '{"decode": {"backend": "full"}}'),
+    "kv_canary": ("--kv-canary", "log"),
+    "dllm_algorithm": ("--dllm-algorithm", "LowConfidence"),
+    "rl_on_policy_target": ("--rl-on-policy-target", "fsdp"),
+}
+SWITCHES = (
+    "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_mixed_chunk",
+    "enable_dp_attention", "enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel",
+    "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile", "enable_unified_memory", "enable_page_major_kv_layout",
+    "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
+    "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
+)  # fmt: skip
+FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
+
+VALUES = {  # typed flags: how the refusal begins
+    ("--page-size", "1"): "--page-size 1: a page of one token",
+    ("--chunked-prefill-size", "1000"): "--chunked-prefill-size 1000: expected a multiple of --page-size 32; "
+    "use --chunked-prefill-size 992",
+    ("--freekv-dense-layers", "6"): "--freekv-dense-layers 6: expected layers of this model, which are 0 to 5",
+    ("--freekv-dense-layers", "0,1,2,3,4,5"): "--freekv-dense-layers 0,1,2,3,4,5: expected at least one layer left",
+    ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
+    ("--freekv-host-memory", "50000", "--tp-size", "2"): "--freekv-host-memory 50000: 2 rank(s) on this machine take 100000 GiB",
+}
+FINE = (  # what must stay possible
+    ("--tp-size", "2"),
+    ("--dp-size", "2"),
+    ("--tokenizer-worker-num", "2"),
+    ("--disable-radix-cache",),
+    ("--disable-cuda-graph",),
+    ("--cuda-graph-backend-decode", "disabled"),
+    ("--chunked-prefill-size", "-1"),
+    ("--kv-cache-dtype", "bf16"),
+    ("--page-size", "64"),
+    ("--context-length", "1024"),
+    ("--freekv-dense-layers", "0,1,2,3,4"),
+    ("--freekv-dense-layers", "none"),
+    ("--freekv-host-memory", "0.25"),
+)
+
+LLAMA = json.loads((NEEDLE_MODEL / "config.json").read_text())
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 64}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 2}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
+MODELS = {  # name: (changes to the Llama config, what the refusal says)
+    "latent attention": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 64, "q_lora_rank": None,
+            "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        },
+        "latent attention (MLA)",
+    ),
+    "mamba": ({"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}, "Mamba or linear"),
+    "linear attention": ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "Mamba or linear"),
+    "encoder-decoder": (
+        {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 384},
+        "cross attention",
+    ),
+    "sliding window": (MISTRAL | {"sliding_window": 4096}, "sliding window of 4096 tokens"),
+    "sliding window, Qwen2": (QWEN | {"use_sliding_window": True}, "sliding window of 4096 tokens"),
+    "hybrid sliding window": (GPT_OSS | {"sliding_window": 128}, "sliding window of 128 tokens"),
+    "sliding window that SGLang asserts on": (
+        {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "sliding_window": 4096, "sliding_window_pattern": 4},
+        "sliding window of 4096 tokens",
+    ),
+    "local attention": (
+        {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attention_chunk_size": 8192},
+        "chunks of 8192 tokens",
+    ),
+    "soft-capping": (GEMMA | {"sliding_window": 65536, "attn_logit_softcapping": 50.0}, "caps attention logits"),
+    "dual chunk": (
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 1024}},
+        "dual chunk attention",
+    ),
+    "asymmetric": ({"v_head_dim": 32}, "keys and values differ in width (64 and 32)"),
+    "encoder": ({"architectures": ["BertModel"], "model_type": "bert"}, "does not generate text"),
+    "fp8 checkpoint": ({"quantization_config": MODELOPT}, "--kv-cache-dtype auto: this checkpoint asks for fp8"),
+}
+SERVED = {
+    "a window that is switched off": QWEN | {"use_sliding_window": False},
+    "a window longer than the context": MISTRAL | {"sliding_window": 40960},
+    "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+
+
+def command(*flags, model=NEEDLE_MODEL) -> list[str]:
+    device = () if "--device" in flags else ("--device", "cpu")
+    return ["--model-path", str(model), *device, "--kv-retrieval", "freekv", *flags]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    changes = {name: change for name, (change, _) in MODELS.items()} | SERVED
+    for name, change in changes.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(LLAMA | change))
+    return {name: directory / name for name in changes}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    """A real launcher on its way to a refusal, beside the other cases."""
+    command_line = [sys.executable, "-P", "-m", "sglang.launch_server", *command("--enable-mixed-chunk")]
+    with subprocess.Popen(
+        command_line, cwd=tmp_path_factory.mktemp("cwd"), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def facts(models, launcher):
+    cases = {f"flag {name}": {"argv": command(*flags)} for name, flags in FLAGS.items()}
+    cases |= {f"value {flags}": {"argv": command(*flags)} for flags in VALUES}
+    cases |= {f"fine {flags}": {"argv": command(*flags)} for flags in FINE}
+    cases |= {f"model {name}": {"argv": command(model=model)} for name, model in models.items()}
+    return run(cases)
+
+
+@pytest.fixture(scope="module")
+def refusal(facts):
+    """The one line that a case is refused with."""
+
+    def line(case: str) -> str:
+        outcome = facts["outcomes"][case]
+        assert outcome.get("exit") == 2, outcome
+        text = outcome["stderr"].splitlines()[-1].removeprefix("error: ")
+        assert len(text) < 400 and any(word in text for word in ("; use ", "; leave ", "; choose ", "; name ")), text
+        return text
+
+    return line
+
+
+def test_every_refused_option_is_tested_and_is_a_flag(facts):
+    assert set(facts["refused"]) == set(FLAGS)
+    assert {flags[0] for flags in FLAGS.values()} <= set(facts["flags"])
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flag(refusal, name):
+    assert refusal(f"flag {name}").startswith(f"{FLAGS[name][0]}") and ": " in refusal(f"flag {name}")
+
+
+@pytest.mark.parametrize("flags", VALUES, ids=str)
+def test_value(refusal, flags):
+    assert refusal(f"value {flags}").startswith(VALUES[flags])
+
+
+@pytest.mark.parametrize("flags", FINE, ids=str)
+def test_fine(facts, flags):
+    assert facts["outcomes"][f"fine {flags}"].get("config"), facts["outcomes"][f"fine {flags}"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(refusal, name):
+    assert MODELS[name][1] in refusal(f"model {name}")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_served_model(facts, name):
+    assert facts["outcomes"][f"model {name}"].get("config"), facts["outcomes"][f"model {name}"]
+
+
+def test_what_sglang_insists_on():
+    """Some models make SGLang choose an attention backend or a page size over the user's."""
+    from sglang_freekv.scheduler_patch import refusals
+
+    resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
+    model = SimpleNamespace(num_attention_layers=6, quantization=None)
+    backends = ("freekv", "freekv")
+
+    def refuse(backends=backends, **changes):
+        methods = {"get_model_config": lambda: model, "get_attention_backends": lambda: backends}
+        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig())
+
+    refuse()
+    with pytest.raises(Refusal, match="insists on the attention backends triton and freekv here; use --kv-retrieval none"):
+        refuse(backends=("triton", "freekv"))
+    with pytest.raises(Refusal, match="--page-size 32: SGLang insists on 128 here; use --page-size 128"):
+        refuse(page_size=128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"has_attention_sinks": True}, "learned attention sinks"),
+        ({"hf_config": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "natively sparse"),
+    ],
+)
+def test_rarer_models(changes, reason):
+    """Properties of SGLang's ModelConfig that no small checkpoint has alone."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    from sglang_freekv.scheduler_patch import refusals
+
+    plain = {
+        "attention_arch": AttentionArch.MHA, "is_encoder_decoder": False, "attention_chunk_size": None, "is_hybrid_swa": False,
+        "sliding_window_size": None, "context_len": 4096, "has_attention_sinks": False, "has_asymmetric_kv": False,
+        "is_generation": True, "linear_attn_registry_result": None, "hf_text_config": SimpleNamespace(),
+    }  # fmt: skip
+
+    def refuse(**changes):
+        hf_config = SimpleNamespace(**{"architectures": ["LlamaForCausalLM"]} | changes.pop("hf_config", {}))
+        hf_config.get_text_config = lambda: hf_config
+        refusals.refuse_model(SimpleNamespace(hf_config=hf_config, **(plain | changes)))
+
+    refuse()
+    with pytest.raises(Refusal, match=reason):
+        refuse(**changes)
+
+
+def test_the_launcher_ends_with_the_refusal(launcher):
+    stdout, stderr = launcher.communicate(timeout=200)
+    assert launcher.returncode == 2
+    assert stderr.splitlines()[-1].startswith("error: --enable-mixed-chunk: ")
+    assert "Traceback" not in stderr and "Load weight" not in stdout + stderr

@@ -1,0 +1,119 @@
+"""The needle model and its prompts: exact lengths, answers that are there, answers that are right."""
+
+import corpus
+import numpy as np
+import pytest
+import tasks
+
+MODEL = corpus.HERE / "model"
+
+
+def random(seed):
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("length_tokens", [301, 1024, 4099], ids="length={}".format)
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_prompt_has_the_exact_length_and_states_the_answer(task, length_tokens):
+    prompt = tasks.make_prompt(random(0), task, length_tokens, needle_count=8)
+    assert len(prompt.token_ids) == length_tokens
+    values = prompt.answer_text.split(",")
+    assert len(values) == len(prompt.answer_positions)
+    for value, position in zip(values, prompt.answer_positions):
+        value_tokens = tuple(corpus.default_corpus().encode(value))
+        assert prompt.token_ids[position : position + len(value_tokens)] == value_tokens
+
+
+def test_same_seed_gives_the_same_prompt():
+    first, second, other = (tasks.make_prompt(random(seed), "code-word", 512) for seed in (3, 3, 4))
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_text_encodes_to_the_same_tokens(seed):
+    task = tasks.TASKS[seed % len(tasks.TASKS)]
+    prompt = tasks.make_prompt(random(seed), task, 1024 + seed)
+    encode = corpus.default_corpus().encode
+    assert encode(prompt.text) == list(prompt.token_ids)
+    assert encode(prompt.answer_text) == list(prompt.answer_token_ids)
+
+
+def test_questions_share_the_document_as_prefix():
+    document = tasks.make_document(random(0), 1024, tasks=["magic-number", "code-word"])
+    assert len(document.token_ids) == 1024
+    assert [fact.task for fact in document.facts[:2]] == ["magic-number", "code-word"]
+    assert len({fact.question for fact in document.facts}) == len(document.facts)
+    for fact in document.facts:
+        assert document.ask(fact).token_ids[:1024] == document.token_ids
+
+
+def test_history_continues_the_answered_prompt():
+    first, second = (document := tasks.make_document(random(0), 1024)).facts[:2]
+    answered = document.ask(first)
+    answered_tokens = (*answered.token_ids, *answered.answer_token_ids, corpus.EOS)
+    following = document.ask(second, history=[first])
+    assert following.token_ids[: len(answered_tokens)] == answered_tokens
+    assert corpus.default_corpus().encode(following.text) == list(following.token_ids)
+
+
+def test_only_the_exact_answer_is_accepted():
+    prompt = tasks.make_prompt(random(0), "magic-number", 512)
+    answer = prompt.answer_token_ids
+    assert prompt.is_answered_by(answer)
+    assert prompt.is_answered_by([*answer, corpus.EOS, 7])
+    assert not prompt.is_answered_by([*answer, 7])
+    assert not prompt.is_answered_by(answer[:-1])
+    assert not prompt.is_answered_by([])
+
+
+def test_too_many_needles_are_refused():
+    with pytest.raises(ValueError, match="fewer needles"):
+        tasks.make_prompt(random(0), "magic-number", 128, needle_count=32)
+    with pytest.raises(ValueError, match="expected one of"):
+        tasks.make_prompt(random(0), "riddle", 1024)
+
+
+def test_words_are_plain_and_short():
+    words = corpus.default_corpus().words
+    assert len(set(words)) == len(words) > 1000
+    for word in words:
+        assert word[1:].isalpha() and word.islower() and word.isascii()
+        assert len(corpus.default_corpus().encode(word)) <= 2
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def test_chat_template_gives_the_prompt(transformers):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    document = tasks.make_document(random(0), 1024)
+    prompt = document.ask(document.facts[1], history=[document.facts[0]])
+    rendered = tokenizer.apply_chat_template(
+        list(prompt.messages), add_generation_prompt=True, return_dict=False
+    )
+    assert rendered == list(prompt.token_ids)
+
+
+def test_model_answers(transformers):
+    torch = pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompts = [
+        tasks.make_prompt(random(seed), task, 1024)
+        for task in ("magic-number", "code-word")
+        for seed in range(6)
+    ]
+    token_ids = torch.tensor([prompt.token_ids for prompt in prompts])
+    with torch.inference_mode():
+        outputs = model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=4,
+            do_sample=False,
+            eos_token_id=corpus.EOS,
+            pad_token_id=corpus.EOS,
+        )[:, token_ids.shape[1] :].tolist()
+    right = sum(prompt.is_answered_by(output) for prompt, output in zip(prompts, outputs))
+    assert right >= len(prompts) - 1
