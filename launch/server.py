@@ -113,17 +113,26 @@ class Server:
                 time.sleep(POLL_S)
         return time.monotonic() - started
 
-    def get(self, path: str, timeout_s: float = 60) -> dict:
-        return self._send(urllib.request.Request(self.url + path), timeout_s)
+    def get(self, path: str, timeout_s: float = 60):
+        """The JSON that a GET answers."""
+        with self.open(path, None, timeout_s) as response:
+            return json.load(response)
 
-    def post(self, path: str, body: dict, timeout_s: float = 300) -> dict:
-        headers = {"Content-Type": "application/json"}
-        return self._send(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
+    def post(self, path: str, body: dict, timeout_s: float = 300):
+        """The JSON that a POST of ``body`` answers."""
+        with self.open(path, body, timeout_s) as response:
+            return json.load(response)
 
-    def _send(self, request: urllib.request.Request, timeout_s: float) -> dict:
+    def open(self, path: str, body: dict | None = None, timeout_s: float = 300):
+        """The open response to a GET, or to a POST of ``body``.
+
+        Raises:
+            ServerFailed: the server answered with an error, or not at all.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with self._http.open(request, timeout=timeout_s) as response:
-                return json.load(response)
+            return self._http.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             raise ServerFailed(f"{request.full_url} answered {error.code}: {error.read().decode(errors='replace')}") from None
         except OSError as error:

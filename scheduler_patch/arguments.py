@@ -23,6 +23,56 @@ logger = logging.getLogger(__name__)
 METHODS = ("none", *POLICIES)
 DEFAULTS = FreeKVConfig()
 
+ABOUT = (
+    "Keep the KV cache of every request in host memory and a fixed budget per request on the device; each decode step attends "
+    "to sink + retrieved + window tokens. Token counts are multiples of --page-size, which becomes "
+    f"{DEFAULT_PAGE_SIZE} unless given. A context that fits the budget is exact."
+)
+FLAGS = {
+    "kv_retrieval": {
+        "choices": METHODS,
+        "help": "KV retrieval method. Default: none, SGLang as it is. The --freekv-* flags need freekv.",
+    },
+    "freekv_budget": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": f"Tokens of KV that one decode step reads per request and kv head. Default: {DEFAULTS.budget_tokens}. "
+        "Raise it for accuracy; lower it for more concurrent requests and fewer bytes recalled.",
+    },
+    "freekv_sink": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget "
+        "if that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
+    },
+    "freekv_window": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget "
+        "if that is less, in whole pages, at least one. Raise it for long generation.",
+    },
+    "freekv_tau": {
+        "type": float,
+        "metavar": "COSINE",
+        "help": "A kv head whose query is less similar than this to that of the step before selects and recalls before it "
+        f"attends, not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, "
+        "below -1 never.",
+    },
+    "freekv_dense_layers": {
+        "nargs": "+",
+        "metavar": "LAYERS",
+        "help": "Comma-separated numbers, from 0, of layers that are not compressed: their KV stays on the device in full. "
+        "Default: 0. 'none' compresses every layer. Add layers if accuracy suffers and device memory allows.",
+    },
+    "freekv_host_memory": {
+        "type": float,
+        "metavar": "GIB",
+        "help": "Host memory for the KV of one rank in GiB; it bounds the tokens that can be cached. Default: "
+        f"{host_memory.SHARE['cuda']:.0%}% of what this machine and its cgroup have available, over the ranks on this machine "
+        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory).",
+    },
+}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -43,47 +93,9 @@ _command_line: ContextVar[Options] = ContextVar("freekv_command_line", default=O
 
 def add_cli_args(_, parser: argparse.ArgumentParser) -> None:
     """AFTER: the flags, in a group of their own."""
-    group = parser.add_argument_group(
-        "KV retrieval (FreeKV)",
-        "Keep the KV cache of every request in host memory and a fixed budget per request on the device; each decode step "
-        "attends to sink + retrieved + window tokens. Token counts are multiples of --page-size, which becomes "
-        f"{DEFAULT_PAGE_SIZE} unless given. A context that fits the budget is exact.",
-    )
-    group.add_argument(
-        "--kv-retrieval", choices=METHODS, default=None,
-        help="KV retrieval method. Default: none, SGLang as it is. The --freekv-* flags need freekv.",
-    )
-    group.add_argument(
-        "--freekv-budget", type=int, metavar="TOKENS",
-        help=f"Tokens of KV that one decode step reads per request and kv head. Default: {DEFAULTS.budget_tokens}. "
-        "Raise it for accuracy; lower it for more concurrent requests and fewer bytes recalled.",
-    )
-    group.add_argument(
-        "--freekv-sink", type=int, metavar="TOKENS",
-        help=f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget if "
-        "that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
-    )
-    group.add_argument(
-        "--freekv-window", type=int, metavar="TOKENS",
-        help=f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget if "
-        "that is less, in whole pages, at least one. Raise it for long generation.",
-    )
-    group.add_argument(
-        "--freekv-tau", type=float, metavar="COSINE",
-        help="A kv head whose query is less similar than this to that of the step before selects and recalls before it attends, "
-        f"not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, below -1 never.",
-    )
-    group.add_argument(
-        "--freekv-dense-layers", nargs="+", metavar="LAYERS",
-        help="Comma-separated numbers, from 0, of layers that are not compressed: their KV stays on the device in full. "
-        "Default: 0. 'none' compresses every layer. Add layers if accuracy suffers and device memory allows.",
-    )
-    group.add_argument(
-        "--freekv-host-memory", type=float, metavar="GIB",
-        help="Host memory for the KV of one rank in GiB; it bounds the tokens that can be cached. Default: "
-        f"{host_memory.SHARE['cuda']:.0%}% of what this machine and its cgroup have available, over the ranks on this machine "
-        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory).",
-    )
+    group = parser.add_argument_group("KV retrieval (FreeKV)", ABOUT)
+    for name, settings in FLAGS.items():
+        group.add_argument(typed(name), **settings)
 
 
 def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
@@ -92,6 +104,7 @@ def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
     try:
         return original(cls, namespace)
     except Refusal as refusal:
+        logging.disable(logging.INFO)  # `sglang serve` logs its end; the refusal is the last line
         print(f"error: {refusal}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     finally:

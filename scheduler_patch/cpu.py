@@ -62,6 +62,8 @@ def _sglang_modules(name: str) -> list[ModuleType]:
 def cpu_environment() -> dict[str, str]:
     """The variables with which stock SGLang, too, serves here with `--device cpu --attention-backend torch_native`."""
     environment = {"SGLANG_USE_CPU_ENGINE": "1"}
+    # SGLang runs more processes than a small machine has cores: OpenMP threads that spin while they wait slow it tenfold
+    environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     if not _sgl_kernel_serves_cpu():
         old = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environment["PYTHONPATH"] = os.pathsep.join([str(_shim_directory()), *old])

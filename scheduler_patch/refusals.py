@@ -56,7 +56,7 @@ FLAGS = (
     Flag("enable_dp_attention", (False,), f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"),
     Flag("attn_cp_size", (1,), ONE_RANK),
     Flag("dcp_size", (1,), ONE_RANK),
-    Flag("dwdp_size", (1,), ONE_RANK),
+    Flag("dwdp_size", (1,), f"not supported so far; use --tp-size, {OFF}"),
     Flag("enable_prefill_cp", (False,), ONE_RANK),
     Flag("enable_prefill_context_parallel", (False,), ONE_RANK),
     Flag("enable_dsa_prefill_context_parallel", (False,), ONE_RANK),

@@ -53,12 +53,14 @@ class Retrieval:
 
         turned = self.policy.needs_correction(queries, cache.previous_queries[layer][rows], cache.num_kv_heads)
         self.counts[rows, CORRECTED] += turned.sum(1)
-        self._recall(layer, queries, batch, batch.seq_lens, turned)
+        self._recall(layer, queries, batch, batch.seq_lens, heads=turned, lookups=turned)
 
         output = cache.attend(layer, queries, rows, batch.seq_lens, scale)
 
         everyone = torch.ones_like(turned)
-        self.in_flight[layer] = self.stream.submit(lambda: self._recall(layer, queries, batch, batch.seq_lens + 1, everyone))
+        self.in_flight[layer] = self.stream.submit(
+            lambda: self._recall(layer, queries, batch, batch.seq_lens + 1, heads=everyone, lookups=~turned)
+        )
         cache.previous_queries[layer][rows] = queries
         return output
 
@@ -121,9 +123,18 @@ class Retrieval:
         return torch.cat((sink, selected, window), dim=-1)
 
     def _recall(
-        self, layer: int, queries: torch.Tensor, batch: DecodeBatch, seq_lens: torch.Tensor, heads: torch.Tensor
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: DecodeBatch,
+        seq_lens: torch.Tensor,
+        heads: torch.Tensor,
+        lookups: torch.Tensor,
     ) -> None:
-        """Make resident what ``heads [B, H]`` will attend to at ``seq_lens`` tokens."""
+        """Make resident what ``heads [B, H]`` will attend to at ``seq_lens`` tokens.
+
+        Hits are counted for ``lookups [B, H]``, so that a corrected kv head, which selects twice with one query, counts once.
+        """
         cache, rows = self.cache, batch.rows
         required = self._required_pages(layer, queries, batch.page_table, seq_lens)
         table = cache.slot_pages[layer][rows]
@@ -137,10 +148,10 @@ class Retrieval:
         kernels.recall_pages(self.host.layers[layer], host_pages.where(missing, -1), slots, cache.keys[layer], cache.values[layer])
 
         sink, chosen = self.config.sink_pages, self.config.selected_pages
-        selected = ((required[..., sink : sink + chosen] >= 0) & heads[..., None]).sum((1, 2))
-        recalled = missing.sum((1, 2))
-        self.counts[rows, RECALLED] += recalled
-        self.counts[rows, HITS] += selected - recalled
+        selected = (required[..., sink : sink + chosen] >= 0).sum(2)
+        recalled = missing.sum(2)
+        self.counts[rows, RECALLED] += recalled.sum(1)
+        self.counts[rows, HITS] += ((selected - recalled) * lookups).sum(1)
 
     def _seed(
         self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context_keys: torch.Tensor, context_values: torch.Tensor

@@ -1,28 +1,40 @@
-"""Fixtures: servers that several tests share."""
+"""Fixtures: servers of a test module, and the three that all end-to-end tests share."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from serving import Server
+from serving import STOCK, TestServer, freekv, start_all, stop_all
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serve(tmp_path_factory):
-    """``with serve(flags, env) as server``: a server of the test module; its log must be clean when it stops."""
+    """``with serve(flags, flags, ..., env=...) as servers``: side by side; their logs must be clean in the end."""
 
     @contextmanager
-    def start(flags: dict, env: dict[str, str] | None = None):
-        server = Server(flags, tmp_path_factory.mktemp("server") / "log.txt", env)
+    def start(*all_flags: dict, env: dict[str, str] | None = None):
+        servers = [TestServer(flags, tmp_path_factory.mktemp("server") / "log.txt", env) for flags in all_flags]
+        start_all(servers)
         try:
-            yield server.wait_until_ready()
+            yield servers
         except BaseException:
-            server.kill()
+            for server in servers:
+                server.stop()
             raise
-        server.stop()
+        stop_all(servers)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def fleet(serve):
+    """Stock SGLang, FreeKV with a budget above every context, and FreeKV with a budget of 512 tokens."""
+    observed = {"--enable-metrics": True, "--enable-cache-report": True}
+    flags = (STOCK, freekv(6400, sink=512, window=512), freekv(512) | observed)
+    with serve(*(each | {"--max-total-tokens": 131072} for each in flags)) as (stock, covering, small):
+        yield SimpleNamespace(stock=stock, covering=covering, small=small)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tasks
 from oracle import Oracle
-from serving import NEEDLE_MODEL, Server, freekv_flags
+from serving import NEEDLE_MODEL, TestServer, freekv
 
 CHUNK = 256
 
@@ -25,9 +25,9 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def server(serve):
     """Every third decode step retracts a request; the memory check runs while busy; prompts are many chunks long."""
-    flags = freekv_flags(2048, sink=256, window=256) | {"--chunked-prefill-size": CHUNK, "--max-running-requests": 4}
+    flags = freekv(2048, sink=256, window=256) | {"--chunked-prefill-size": CHUNK, "--max-running-requests": 4}
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with serve(flags, env) as server:
+    with serve(flags, env=env) as (server,):
         yield server
 
 
@@ -37,14 +37,13 @@ def expected(prompts) -> list[list[int]]:
     return [oracle.generate(prompt, 40).tokens for prompt in prompts]
 
 
-def assert_nothing_is_held(server: Server) -> None:
-    server.flush()
-    state = server.when_idle()
+def assert_nothing_is_held(server: TestServer) -> None:
+    state = server.flush()
     assert state["host_pages_used"] == 0
     assert state["rows_used"] == 0
 
 
-def begin(server: Server, token_ids, max_new_tokens: int, rid: str) -> http.client.HTTPConnection:
+def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str) -> http.client.HTTPConnection:
     """Send a streaming request and leave the connection open."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
@@ -77,7 +76,7 @@ def test_a_request_that_ends_early_leaves_nothing(server, prompts, expected, sta
     else:
         time.sleep(0.5)
     if how == "abort":
-        server.post("/abort_request", {"rid": f"{state}-{how}"})
+        server.open("/abort_request", {"rid": f"{state}-{how}"}).close()
     connection.close()
     if others.ident is not None:
         others.join()

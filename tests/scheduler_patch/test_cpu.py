@@ -134,6 +134,12 @@ def test_environment_for_stock_sglang(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/first")
     for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
         monkeypatch.delitem(sys.modules, name)
-    environment = cpu.cpu_environment()
-    assert environment == {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{cpu._shim_directory()}{os.pathsep}/first"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert cpu.cpu_environment() == {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_WAIT_POLICY": "ACTIVE",
+        "PYTHONPATH": f"{cpu._shim_directory()}{os.pathsep}/first",
+    }
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert cpu.cpu_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
     assert importlib.util.find_spec("sgl_kernel").origin.startswith(sys.prefix)  # this process is as it was

@@ -127,8 +127,9 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
-    """A real launcher on its way to a refusal, beside the other cases."""
-    command_line = [sys.executable, "-P", "-m", "sglang.launch_server", *command("--enable-mixed-chunk")]
+    """`sglang serve` on its way to a refusal, beside the other cases."""
+    script = "from sglang.cli.main import main; main()"  # what the `sglang` on PATH does
+    command_line = [sys.executable, "-P", "-c", script, "serve", *command("--enable-mixed-chunk")]
     with subprocess.Popen(
         command_line, cwd=tmp_path_factory.mktemp("cwd"), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
