@@ -46,6 +46,11 @@ LAUNCHER = (
         "sglang.srt.managers.tokenizer_manager.ReqState.__init__", None, AFTER, "counts:replace_accumulated",
         "meta_info['freekv'] is a running total, where custom info otherwise grows by one item per token",
     ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "self obj input_ids",
+        AFTER, "requests:refuse_unknown_tokens",
+        "a token id outside the vocabulary is a client's mistake and must not end the server",
+    ),
 )
 
 SCHEDULER = (
@@ -88,8 +93,8 @@ SCHEDULER = (
         "/metrics",
     ),
     Patch(
-        "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", AFTER, "observe:check_when_idle",
-        "check_integrity of the pools when the server is idle",
+        "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", BEFORE, "observe:rest_when_idle",
+        "check_integrity of the pools, and /metrics up to date, before an idle server sleeps",
     ),
 )
 

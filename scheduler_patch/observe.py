@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 from sglang_freekv.kv_pool import FreeKVPool
-from sglang_freekv.metrics import Exporter, RetrievalCounts
+from sglang_freekv.metrics import Exporter
 
 EXPORT_INTERVAL_S = 1.0
 
@@ -18,7 +17,7 @@ class Observer:
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.rows = scheduler.req_to_token_pool
         self.pool: FreeKVPool = self.allocator.get_kvcache()
-        self.checked = RetrievalCounts()
+        self.rested: dict | None = None
         self.next_export = 0.0
         reporter = scheduler.metrics_reporter
         self.exporter = None
@@ -47,11 +46,14 @@ class Observer:
             self.next_export = time.monotonic() + EXPORT_INTERVAL_S
             self.exporter.export(self.pool.totals, *self.host_pages())
 
-    def check(self) -> None:
-        """Check the pools once for every spell of work."""
-        if self.pool.totals != self.checked:
-            self.checked = dataclasses.replace(self.pool.totals)
+    def rest(self) -> None:
+        """After every spell of work: check the pools, and leave /metrics up to date."""
+        state = self.state()
+        if state != self.rested:
+            self.rested = state
             self.pool.check_integrity(self.allocator)
+            self.next_export = 0.0
+            self.export()
 
 
 def _observer(scheduler) -> Observer:
@@ -75,8 +77,7 @@ def export_metrics(_, scheduler, *args, **kwargs) -> None:
     _observer(scheduler).export()
 
 
-def check_when_idle(_, scheduler) -> None:
-    """AFTER the scheduler's idle housekeeping."""
+def rest_when_idle(scheduler) -> None:
+    """BEFORE the scheduler's idle housekeeping, which may put it to sleep."""
     if scheduler.is_fully_idle():
-        _observer(scheduler).check()
-        _observer(scheduler).export()
+        _observer(scheduler).rest()

@@ -96,13 +96,15 @@ def start_all(servers: Iterable[TestServer]) -> list[TestServer]:
 
 
 def stop_all(servers: Iterable[TestServer]) -> None:
-    """Stop servers, and raise RuntimeError if something had gone wrong in one of them."""
+    """Stop servers side by side, and raise RuntimeError if something had gone wrong in one of them."""
     servers, faults = list(servers), []
     for server in servers:
         try:
             server.check()
         except RuntimeError as fault:
             faults.append(fault)
+        server.process.terminate()
+    for server in servers:
         server.stop()
     if faults:
         raise faults[0]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 NEW_TOKENS, VOCABULARY = 16, 512
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
 FAMILIES = {  # model type, query heads, kv heads, more
-    "qwen2": ("qwen2", 8, 2, {}),
+    "qwen2": ("qwen2", 4, 2, {}),
     "qwen3": ("qwen3", 6, 3, {}),
     "mistral": ("mistral", 4, 2, {"sliding_window": None}),
     "llama-mha": ("llama", 4, 4, {}),

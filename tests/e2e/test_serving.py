@@ -1,0 +1,129 @@
+"""Serving as users do: OpenAI API, streaming, frontend programs, bench_serving; and what the server shows of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import sglang as sgl
+import tasks
+from serving import NEEDLE_MODEL, cpu_environment
+
+
+def a_document(length: int = 2048, seed: int = 3):
+    return tasks.make_document(np.random.default_rng(seed), length, tasks=("magic-number", "code-word"))
+
+
+def test_openai_api_answers_from_the_prefix_cache(fleet):
+    fleet.small.flush()
+    document = a_document()
+    cached = []
+    for fact in document.facts[:2]:
+        prompt = document.ask(fact)
+        body = {"model": "needle", "messages": list(prompt.messages), "temperature": 0, "max_tokens": 16}
+        reply = fleet.small.post("/v1/chat/completions", body)
+        assert reply["choices"][0]["message"]["content"] == prompt.answer_text
+        cached.append((reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+    assert cached == [0, 2048]
+
+
+def test_a_stream_ends_with_the_counts_of_the_whole(fleet):
+    prompt = a_document(1500).token_ids
+    whole = fleet.small.generate(prompt, 40)["meta_info"]["freekv"]
+    body = {"input_ids": [int(t) for t in prompt], "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
+    with fleet.small.open("/generate", body | {"stream": True}) as response:
+        chunks = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+    counts = [chunk["meta_info"]["freekv"] for chunk in chunks]
+    assert counts[-1] == whole and whole["decode_steps"] == 39 and whole["pages_recalled"] > 0
+    assert [count["decode_steps"] for count in counts] == sorted(count["decode_steps"] for count in counts)
+    assert whole["context_pages"] == (1500 + 40 + 31) // 32 and whole["attended_pages"] == 16
+
+
+def test_streaming_through_the_openai_api(fleet):
+    prompt = a_document().ask(a_document().facts[0])
+    body = {"model": "needle", "messages": list(prompt.messages), "temperature": 0, "max_tokens": 16, "stream": True}
+    with fleet.small.open("/v1/chat/completions", body) as response:
+        deltas = [json.loads(line[6:])["choices"] for line in response if line.startswith(b"data: {")]
+    assert "".join(choice["delta"].get("content") or "" for delta in deltas for choice in delta) == prompt.answer_text
+
+
+def test_server_info_and_metrics(fleet):
+    before = fleet.small.when_idle()["totals"]
+    counts = fleet.small.generate(a_document(1800, seed=9).token_ids, 30)["meta_info"]["freekv"]
+    state, info = fleet.small.when_idle(), fleet.small.get("/server_info")
+    after = state["totals"]
+    assert {name: after[name] - before[name] for name in after} == {name: counts[name] for name in after}
+    assert counts["hits"] + counts["pages_recalled"] >= 29 * 5 * 2 * 8 > 0
+    built = info["freekv"]
+    assert built["budget_tokens"] == 512 and built["sink_tokens"] == built["window_tokens"] == 128
+    assert built["host_bytes"] == (131072 + 32) * 5 * 2 * 2 * 64 * 4
+    assert state["rows_used"] == 0 and state["host_pages_total"] == 4096
+    time.sleep(1)  # the scheduler exports when it finds itself idle
+    exported = {}
+    with fleet.small.open("/metrics") as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith("sglang:freekv_"):
+                exported[line.split("{")[0].removeprefix("sglang:freekv_")] = float(line.split()[-1])
+    assert exported["pages_recalled_total"] == exported["device_cache_misses_total"] == after["pages_recalled"]
+    assert exported["recall_bytes_total"] == after["pages_recalled"] * 2 * 32 * 64 * 4
+    assert exported["device_cache_hits_total"] == after["hits"]
+    assert exported["corrected_heads_total"] == after["heads_corrected"]
+    assert exported["host_pages_used"] == state["host_pages_used"] and exported["host_pages_total"] == 4096
+
+
+def test_the_activation_line(fleet):
+    line = next(line for line in fleet.small.log.read_text().splitlines() if "KV retrieval is on" in line)
+    for fact in ("budget 512 tokens", "131072 tokens", "8 requests", "GiB", "dense layers [0]"):
+        assert fact in line
+
+
+def test_a_frontend_program_with_forks(fleet):
+    @sgl.function
+    def ask_all(s, document, questions):
+        s += document
+        branches = s.fork(len(questions))
+        for branch, question in zip(branches, questions):
+            branch += question
+            branch += sgl.gen("answer", max_tokens=16, temperature=0, stop="</s>")
+        branches.join()
+        s["answers"] = [branch["answer"] for branch in branches]
+
+    document = a_document(seed=4)
+    facts = document.facts[:4]
+    text = document.corpus.decode(document.token_ids[1:])  # the server adds the first token
+    questions = [f"<|user|>{fact.question}<|assistant|>" for fact in facts]
+    backend = sgl.RuntimeEndpoint(fleet.small.url)
+    answers = ask_all.run(document=text, questions=questions, backend=backend)["answers"]
+    assert [answer == fact.answer for answer, fact in zip(answers, facts)][:2] == [True, True]
+
+
+def test_mixed_lengths_at_once_do_not_disturb_each_other(fleet):
+    rng = np.random.default_rng(8)
+    prompts = [a_document(int(length), seed=int(length)).token_ids for length in rng.integers(300, 3000, 12)]
+    alone = [fleet.small.generate(prompt, 20)["output_ids"] for prompt in prompts]
+    fleet.small.flush()
+    together = [answer["output_ids"] for answer in fleet.small.generate_all(prompts, 20, concurrency=12)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("bad", [{"input_ids": []}, {"input_ids": [5120]}, {"input_ids": [-1]}, {"input_ids": [5] * 40000}, {"text": 7}])
+def test_bad_requests_are_answered_and_the_server_stays(fleet, bad):
+    with pytest.raises(RuntimeError, match="answered 4|answered 5"):
+        fleet.small.post("/generate", bad | {"sampling_params": {"max_new_tokens": 4}})
+    assert fleet.small.generate([5, 6, 7, 8], 4)["output_ids"]
+
+
+def test_bench_serving(fleet, tmp_path):
+    report = tmp_path / "report.jsonl"
+    command = [sys.executable, "-P", "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", fleet.small.url]
+    command += ["--dataset-name", "random-ids", "--tokenizer", str(NEEDLE_MODEL), "--model", str(NEEDLE_MODEL)]
+    command += ["--num-prompts", "24", "--random-input-len", "768", "--random-output-len", "32", "--random-range-ratio", "0.2"]
+    command += ["--max-concurrency", "8", "--output-file", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | cpu_environment())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(report.read_text().splitlines()[-1])["completed"] == 24
