@@ -63,12 +63,14 @@ def _sizing(configurator: KVCacheConfigurator) -> Sizing:
 
 
 def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:
-    """Host and device bytes of this rank. On a CPU both are the same memory, so each takes its default share."""
-    ranks = configurator.server_args.tp_size // configurator.server_args.nnodes
-    share = host_memory.default_host_pool_bytes(host_memory.available_bytes(), ranks, configurator.device)
-    host_bytes = share if config.host_memory_gib is None else int(config.host_memory_gib * GIB)
+    """Host and device bytes of this rank. On a CPU both are the same memory, so the device side gets a share of what is left."""
+    host_bytes = int(config.host_memory_gib * GIB)
     device_bytes = configurator._profile_available_bytes(pre_model_load_memory)
-    return host_bytes, min(device_bytes, share) if configurator.device == "cpu" else device_bytes
+    if configurator.device == "cpu":
+        args = configurator.server_args
+        ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
+        device_bytes = min(device_bytes, host_memory.default_host_pool_bytes(host_memory.available_bytes(), ranks, "cpu"))
+    return host_bytes, device_bytes
 
 
 def _agree(value: int) -> int:
