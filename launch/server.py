@@ -70,9 +70,11 @@ class Server:
         cwd: directory it runs in.
     """
 
+    program: Sequence[str] = (sys.executable, "-m", "sglang.launch_server")
+
     def __init__(self, flags: Sequence[str], port: int, log: Path, cwd: Path) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        self.command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(port)]
+        self.command = [*self.program, *flags, "--port", str(port)]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
             self.process = subprocess.Popen(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+PROGRESS_S = 5.0
 
 
 class HostPool:
@@ -16,10 +24,26 @@ class HostPool:
         num_pages: pages, the padding page included.
         unit_shape: ``(H, 2, S, D)`` of one page.
         pin: page-lock the memory for the device to read it.
+
+    Raises:
+        RuntimeError: the system does not give the memory.
     """
 
     def __init__(self, num_layers: int, num_pages: int, unit_shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
-        self.layers = [torch.zeros((num_pages, *unit_shape), dtype=dtype, pin_memory=pin) for _ in range(num_layers)]
+        self.layers: list[torch.Tensor] = []
+        said = time.monotonic()
+        for index in range(num_layers):
+            try:
+                self.layers.append(torch.zeros((num_pages, *unit_shape), dtype=dtype, pin_memory=pin))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"--freekv-host-memory: the system gave {self.num_bytes / GIB:.1f} GiB of {'pinned ' * pin}host memory, for {index} of "
+                    f"{num_layers} layers, and then no more ({str(error).splitlines()[0]}); lower --freekv-host-memory, or raise the "
+                    "memory limit of the container and its memlock limit (ulimit -l)"
+                ) from error
+            if time.monotonic() - said > PROGRESS_S:
+                said = time.monotonic()
+                logger.info(f"host pool: {index + 1} of {num_layers} layers, {self.num_bytes / GIB:.1f} GiB {'pinned' * pin}")
 
     @property
     def num_bytes(self) -> int:

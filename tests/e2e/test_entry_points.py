@@ -1,0 +1,71 @@
+"""The other ways in: ``sglang serve`` with a YAML file, and ``Engine`` in a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tasks
+from oracle import Oracle, OracleSettings
+from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all
+
+SETTINGS = OracleSettings(budget=320, sink=64, window=64, tau=0.7, page=32)
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return [int(token) for token in tasks.make_document(np.random.default_rng(6), 900, needle_count=4).token_ids]
+
+
+@pytest.fixture(scope="module")
+def expected(prompt) -> list[int]:
+    return Oracle(NEEDLE_MODEL).generate(prompt, NEW_TOKENS, SETTINGS).tokens
+
+
+class ServedByCommand(TestServer):
+    """The same server, started by the ``sglang`` command."""
+
+    program = (str(Path(sys.executable).with_name("sglang")), "serve")
+
+
+def test_sglang_serve_with_a_config_file(tmp_path, prompt, expected):
+    config = tmp_path / "config.yaml"
+    config.write_text("kv-retrieval: freekv\nfreekv-budget: 320\nfreekv-sink: 64\nfreekv-window: 64\nfreekv-tau: 0.7\n")
+    servers = start_all([ServedByCommand({"--kv-retrieval": "freekv", "--config": config}, tmp_path / "log.txt")])
+    assert servers[0].generate(prompt, NEW_TOKENS)["output_ids"] == expected
+    stop_all(servers)
+
+
+PROGRAM = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    options, prompt, new_tokens = json.loads(sys.argv[1])
+    answers = []
+    for method in ({"kv_retrieval": "freekv", "freekv_budget": 320, "freekv_sink": 64, "freekv_window": 64, "freekv_tau": 0.7}, {}):
+        engine = sglang.Engine(**options, **(method or {"attention_backend": "torch_native"}))
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        answer = engine.generate(input_ids=prompt, sampling_params=sampling)
+        answers.append((answer["output_ids"], answer["meta_info"].get("freekv")))
+        engine.shutdown()
+    print("ANSWERS" + json.dumps(answers))
+"""
+
+
+def test_engine_with_and_then_without_retrieval(tmp_path, prompt, expected):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    options = {name.lstrip("-").replace("-", "_"): str(value) if isinstance(value, Path) else value for name, value in DEFAULTS.items()}
+    arguments = json.dumps([options, prompt, NEW_TOKENS])
+    done = subprocess.run([sys.executable, "-P", str(program), arguments], capture_output=True, text=True, timeout=300)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWERS")), None)
+    assert line, done.stderr[-3000:]
+    (retrieved, counts), (stock, nothing) = json.loads(line.removeprefix("ANSWERS"))
+    assert retrieved == expected and counts["pages_recalled"] > 0
+    assert stock == Oracle(NEEDLE_MODEL).generate(prompt, NEW_TOKENS).tokens and nothing is None
