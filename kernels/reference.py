@@ -9,6 +9,8 @@ Layouts (paper section 4.2): the device cache is NHD, ``[n_slot, S, H, D]`` for 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -153,7 +155,8 @@ def score_pages(
     """Score candidate pages for every kv head; higher is better (paper section 3.2, group-consistent selection).
 
     A page's score for a query head bounds its largest attention logit: ``sum_d max(q_d * max_d, q_d * min_d) / sqrt(D)``,
-    which is ``relu(q) . max - relu(-q) . min``. Softmax over the candidates, then the mean over the group.
+    which is ``relu(q) . max - relu(-q) . min``. Softmax over the candidates, then the mean over the group, in logarithms:
+    far pages would underflow to equal scores.
 
     Args:
         queries: ``[B, Hq, D]``.
@@ -163,7 +166,7 @@ def score_pages(
         last: ``[B]`` one past the last candidate page.
 
     Returns:
-        ``[B, H, P]`` float32, -inf where the page is not a candidate.
+        ``[B, H, P]`` float32 logarithms of the weights, -inf where the page is not a candidate.
     """
     num_kv_heads, head_dim = digests.shape[1], digests.shape[3]
     q = queries.float().unflatten(1, (num_kv_heads, -1))
@@ -171,7 +174,8 @@ def score_pages(
     bound = torch.einsum("bhgd,bphd->bhgp", q.relu(), maxima) - torch.einsum("bhgd,bphd->bhgp", (-q).relu(), minima)
     pages = torch.arange(page_table.shape[1], device=queries.device)
     candidate = ((pages >= first) & (pages < last[:, None]))[:, None]
-    weights = (bound / head_dim**0.5).masked_fill(~candidate[:, None], float("-inf")).softmax(-1).mean(2)
+    logits = (bound / head_dim**0.5).masked_fill(~candidate[:, None], float("-inf"))
+    weights = logits.log_softmax(-1).logsumexp(2) - math.log(q.shape[2])
     return weights.masked_fill(~candidate, float("-inf"))
 
 
@@ -237,7 +241,8 @@ def attend_pages(
     slots, pages = slots[:, :used], pages[..., :used]
     position = pages[..., None] * page_size + torch.arange(page_size, device=pages.device)
     visible = ((pages[..., None] >= 0) & (position < seq_lens[:, None, None, None])).flatten(2)
-    k, v = (cache[slots].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
+    pages_of_heads = (cache[slots].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
+    k, v = (x.masked_fill(~visible[..., None], 0) for x in pages_of_heads)  # what lies there may be another request's, even NaN
     q = queries.unflatten(1, (num_kv_heads, -1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale).flatten(1, 2)
 

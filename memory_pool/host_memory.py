@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -31,21 +30,6 @@ def default_host_pool_bytes(available: int, ranks_on_node: int, device: str) -> 
         device: ``"cuda"`` or ``"cpu"``.
     """
     return int(available * SHARE[device]) // ranks_on_node
-
-
-def memlock_limit_bytes() -> int | None:
-    """Bytes this process may lock, None without limit. The CUDA driver pins outside this limit; mlock obeys it."""
-    return _soft_limit(resource.RLIMIT_MEMLOCK)
-
-
-def address_space_limit_bytes() -> int | None:
-    """Virtual bytes one process may map (``ulimit -v``), None without limit. A host pool needs that much and more."""
-    return _soft_limit(resource.RLIMIT_AS)
-
-
-def _soft_limit(kind: int) -> int | None:
-    soft, _ = resource.getrlimit(kind)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _machine_bytes(proc: Path) -> int:

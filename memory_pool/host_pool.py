@@ -7,9 +7,10 @@ import time
 
 import torch
 
+from sglang_freekv.config import GIB
+
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 PROGRESS_S = 5.0
 
 
@@ -34,12 +35,12 @@ class HostPool:
         said = time.monotonic()
         for index in range(num_layers):
             try:
-                self.layers.append(torch.zeros((num_pages, *unit_shape), dtype=dtype, pin_memory=pin))
+                self.layers.append(_allocate((num_pages, *unit_shape), dtype, pin))
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"--freekv-host-memory: the system gave {self.num_bytes / GIB:.1f} GiB of {'pinned ' * pin}host memory, for {index} of "
-                    f"{num_layers} layers, and then no more ({str(error).splitlines()[0]}); lower --freekv-host-memory, or raise the "
-                    "memory limit of the container and its memlock limit (ulimit -l)"
+                    f"--freekv-host-memory: the system gave {self.num_bytes / GIB:.1f} GiB of {'pinned ' * pin}host memory, for "
+                    f"{index} of {num_layers} layers, and then no more ({str(error).splitlines()[0]}); lower --freekv-host-memory, or "
+                    "raise the memory limit of the container and its memlock limit (ulimit -l)"
                 ) from error
             if time.monotonic() - said > PROGRESS_S:
                 said = time.monotonic()
@@ -59,3 +60,13 @@ class HostPool:
         for index, layer in enumerate(self.layers):
             if layer[0].count_nonzero():
                 raise RuntimeError(f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros")
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    """Zeroed host memory, page-locked in place: torch's own pinned allocator would round up to a power of two."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    if pin:
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(status) != 0:
+            raise RuntimeError(f"cudaHostRegister of {tensor.nbytes / GIB:.1f} GiB: {torch.cuda.cudart().cudaGetErrorString(status)}")
+    return tensor

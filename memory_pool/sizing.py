@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_freekv.config import FreeKVConfig, Refusal
-
-GIB = 1 << 30
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Staging:
     def context(self, layer: int, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[sum(key_lens), H, D]`` of ``batch`` with the prefixes in place; begins the next layer's."""
         if batch is not self.batch:
-            self.batch = batch
+            self.batch, self.in_flight = batch, None  # the handle of the last batch keeps its buffers alive
             shape = (2, sum(batch.key_lens), *self.kv_shape)
             self.buffers = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
             self._begin(layer)

@@ -65,6 +65,15 @@ SCHEDULER = (
         "the KV pool is FreeKVPool, with one device-cache row per request",
     ),
     Patch(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req", BEFORE, "prefill:whole_pages",
+        "a chunk cut short by full memory must still end at a page",
+    ),
+    Patch(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "self req has_chunked_req truncation_align_size",
+        AROUND, "prefill:bounded_contexts",
+        "SGLang counts new tokens only, and the prefixes of a batch are on the device together too",
+    ),
+    Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
         AFTER, "counts:attach",

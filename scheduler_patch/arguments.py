@@ -12,14 +12,15 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.scheduler_patch import cpu, refusals
-from sglang_freekv.scheduler_patch.refusals import GIB, typed
+from sglang_freekv.scheduler_patch.refusals import typed
 
 logger = logging.getLogger(__name__)
 
+LEAST_HOST_BYTES = 64 << 20
 METHODS = ("none", *POLICIES)
 DEFAULTS = FreeKVConfig()
 
@@ -141,7 +142,7 @@ def _refuse_idle_options(options: Options, kwargs: dict) -> None:
     for name in NAMES[1:]:
         if getattr(options, name) is not None:
             raise Refusal(f"{typed(name)}: it has no effect without --kv-retrieval freekv; add that, or leave it out")
-    if kwargs.get("attention_backend") == cpu.BACKEND:
+    if kwargs.get("attention_backend") == BACKEND_NAME:
         raise Refusal(
             "--attention-backend freekv: it is part of --kv-retrieval freekv, which is not given; use that flag "
             "(a copy of ServerArgs made field by field loses it)"
@@ -161,8 +162,8 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
     if asked.device == "cpu":
         cpu.prepare_process()
     else:
-        logger.info("--kv-retrieval freekv: decode and prefill run eagerly, without CUDA graphs")
-    kwargs.update(device=asked.device, page_size=page_size, attention_backend=cpu.BACKEND, disable_cuda_graph=True)
+        logger.warning("--kv-retrieval freekv: this release runs its PyTorch reference kernels eagerly on a GPU: right, but not fast")
+    kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_cuda_graph=True)
     return config
 
 
@@ -175,7 +176,13 @@ def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVCon
     ranks = max(1, asked.tp_size * asked.dp_size // asked.nnodes)
     available = host_memory.available_bytes()
     if config.host_memory_gib is None:
-        return replace(config, host_memory_gib=host_memory.default_host_pool_bytes(available, ranks, asked.device) / GIB)
+        share = host_memory.default_host_pool_bytes(available, ranks, asked.device)
+        if share < LEAST_HOST_BYTES:
+            raise Refusal(
+                f"--kv-retrieval freekv: this machine or its cgroup has {available / GIB:.2f} GiB available, too little for the KV of "
+                f"{ranks} rank(s); free some memory, raise the container's limit, or set --freekv-host-memory"
+            )
+        return replace(config, host_memory_gib=share / GIB)
     refusals.refuse_host_memory(config.host_memory_gib, ranks, available)
     return config
 

@@ -24,7 +24,7 @@ def attach(result, worker, batch, *args, **kwargs) -> None:
     """AFTER the forward pass, on its stream: snapshot the rows' counts beside the logits."""
     if result.logits_output is not None:
         backend = worker.model_runner.attn_backend
-        result.logits_output.freekv = StepCounts(backend.take_counts(batch.req_pool_indices), batch.forward_mode.is_decode())
+        result.logits_output.freekv = StepCounts(backend.retrieval.row_counts(batch.req_pool_indices), batch.forward_mode.is_decode())
 
 
 def copy_to_cpu(result, *args, **kwargs) -> None:

@@ -11,9 +11,8 @@ from types import ModuleType
 
 import torch
 
-from sglang_freekv.config import Refusal
+from sglang_freekv.config import BACKEND_NAME, Refusal
 
-BACKEND = "freekv"
 
 
 def usable_device(asked: str | None) -> str:
@@ -86,7 +85,7 @@ def _shim_directory() -> Path:
 
 def support_triton(original, backend: str) -> bool:
     """AROUND: SGLang takes every attention backend whose name it does not know for one that brings Triton."""
-    return backend != BACKEND and original(backend)
+    return backend != BACKEND_NAME and original(backend)
 
 
 def alloc_extend(

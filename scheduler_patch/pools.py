@@ -8,10 +8,10 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.memory_pool.sizing import GIB, KVShape, Sizing
+from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.policy import POLICIES
 
 
@@ -37,6 +37,7 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
         shape=_kv_shape(configurator),
         size=sizes.max_total_num_tokens,
         num_rows=req_to_token_pool.size,
+        staging_tokens=configurator.model_config.context_len,
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
     )

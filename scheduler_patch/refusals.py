@@ -7,12 +7,12 @@ from math import floor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
-from sglang_freekv.config import FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 
-GIB = 1 << 30
 OFF = "or use --kv-retrieval none"
 ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
 OWN_BACKEND = "only FreeKV's own attention backend reads the retrieved pages; leave it out"
@@ -40,9 +40,9 @@ class Rule(NamedTuple):
 
 FLAGS = (
     Flag("device", ("cuda", "cpu"), f"FreeKV runs on cuda and cpu; use one of them, {OFF}"),
-    Flag("attention_backend", (None, "freekv"), OWN_BACKEND),
-    Flag("prefill_attention_backend", (None, "freekv"), OWN_BACKEND),
-    Flag("decode_attention_backend", (None, "freekv"), OWN_BACKEND),
+    Flag("attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
+    Flag("prefill_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
+    Flag("decode_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
     Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV does not quantise KV so far; use --kv-cache-dtype auto"),
     Flag("speculative_algorithm", (None,), f"drafts are verified together, pages retrieved for one query; leave it out, {OFF}"),
     Flag("disaggregation_mode", ("null",), ON_HOST),
@@ -69,7 +69,7 @@ FLAGS = (
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
     Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),
-    Flag("enable_streaming_session", (False,), "it keeps the row of a finished request, which FreeKV resets; leave it out"),
+    Flag("enable_streaming_session", (False,), "it keeps the row of a finished request, which FreeKV hands on; leave it out"),
     Flag("is_embedding", (False,), NO_DECODE),
     Flag("encoder_only", (False,), NO_DECODE),
     Flag("enable_mis", (False,), NO_DECODE),
@@ -77,6 +77,9 @@ FLAGS = (
     Flag("dllm_algorithm", (None,), "it decodes blocks of tokens, and pages are retrieved for one; use --kv-retrieval none"),
     Flag("enable_deterministic_inference", (False,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
     Flag("rl_on_policy_target", (None,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
+    Flag("tokenizer_worker_num", (1,), "SGLang loads no plugins in further tokenizer workers; leave it out"),
+    Flag("smg_grpc_mode", (False,), f"SGLang loads no plugins on that way; leave it out, {OFF}"),
+    Flag("grpc_mode", (False,), f"SGLang loads no plugins on that way; leave it out, {OFF}"),
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
 
@@ -101,11 +104,16 @@ MODEL_RULES = (
 # s is the resolved ServerArgs, m its ModelConfig, c the FreeKVConfig
 RESOLVED_RULES = (
     Rule(
+        lambda s, m, c: s.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,
+        "--kv-cache-dtype {s.kv_cache_dtype}: the model runs in another type, and FreeKV keeps KV in the model's; "
+        "use --kv-cache-dtype auto, or --dtype bfloat16 with it",
+    ),
+    Rule(
         lambda s, m, c: s.kv_cache_dtype == "auto" and _fp8_checkpoint(m),
         "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV does not quantise KV so far; use --kv-cache-dtype bf16",
     ),
     Rule(
-        lambda s, m, c: set(s.get_attention_backends()) != {"freekv"},
+        lambda s, m, c: set(s.get_attention_backends()) != {BACKEND_NAME},
         "--kv-retrieval freekv: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
     ),
     Rule(

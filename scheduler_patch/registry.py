@@ -1,4 +1,4 @@
-"""Patches of SGLang: declared, applied, and verified to be live."""
+"""Patches of SGLang: declared, attached, and verified to be live."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Patch:
         target: dotted path of the function or method.
         parameters: its parameter names in the SGLang this was written for, blank-separated; None when they do not matter.
         kind: how the hook is attached.
-        hook: ``module:function`` in this package, imported when the patch is applied; a few lines that delegate to an object of ours.
+        hook: ``module:function`` in this package, imported when the patch is attached; a few lines that delegate to an object of ours.
         why: the reason.
     """
 
@@ -34,19 +34,43 @@ class Patch:
         return getattr(import_module(f"{__package__}.{module}"), name)
 
 
-def apply(patches: Iterable[Patch]) -> None:
-    """Attach hooks and prove that they are live; SGLang itself logs a failed hook and goes on without it.
+_registered: set[Patch] = set()
+
+
+def register(patches: Iterable[Patch]) -> None:
+    """Hand hooks to SGLang, which attaches them when all plugins are loaded.
 
     Raises:
-        RuntimeError: a target is gone, takes other parameters, or could not be patched.
+        RuntimeError: a target is gone or takes other parameters.
     """
-    patches = [patch for patch in patches if patch.target not in HookRegistry._patched]
     for patch in patches:
+        if patch in _registered:
+            continue
         _check_target(patch)
+        if patch.target in HookRegistry._patched:  # by another plugin, earlier: SGLang would pass over ours; wrap what is there
+            HookRegistry._patched.discard(patch.target)
+            HookRegistry._hooks[patch.target] = []
         HookRegistry.register(patch.target, patch.load(), patch.kind)
+        _registered.add(patch)
+
+
+def apply(patches: Iterable[Patch]) -> None:
+    """Attach hooks now.
+
+    Raises:
+        RuntimeError: as ``register`` and ``verify``.
+    """
+    patches = list(patches)
+    register(patches)
     HookRegistry.apply_hooks()
-    if dead := [patch.target for patch in patches if patch.target not in HookRegistry._patched]:
-        raise _drift(dead[0], "could not be hooked; the log above has the exception")
+    verify(patches)
+
+
+def verify(patches: Iterable[Patch]) -> None:
+    """Raise RuntimeError unless all hooks are live; SGLang itself logs a failed hook and goes on without it."""
+    for patch in patches:
+        if patch not in _registered or patch.target not in HookRegistry._patched:
+            raise _drift(patch.target, "could not be hooked; the log above has the exception")
 
 
 def _check_target(patch: Patch) -> None:

@@ -13,8 +13,6 @@ from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 
-BACKEND_NAME = "freekv"
-
 
 class FreeKVAttnBackend(AttentionBackend):
     """Retrieval layers go to the pool's ``Retrieval`` engine, dense layers to the stock backend of the device."""
@@ -76,10 +74,6 @@ class FreeKVAttnBackend(AttentionBackend):
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
         return retrieve(index, queries, keys, values, self.batch, layer.scaling).reshape(q.shape[0], -1)
-
-    def take_counts(self, forward_batch_rows: torch.Tensor) -> torch.Tensor:
-        """``[B, 3]`` int64 copy of the counts of ``rows [B]`` since their last extend: hits, recalled, corrected."""
-        return self.retrieval.counts[forward_batch_rows]
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()

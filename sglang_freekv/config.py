@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEFAULT_PAGE_SIZE = 32
+BACKEND_NAME = "freekv"  # of the attention backend in SGLang
+GIB = 1 << 30
 
 
 class Refusal(ValueError):

@@ -7,8 +7,8 @@ import logging
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.memory_pool.sizing import GIB, KVShape
+from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import make_stream
 from sglang_freekv.metrics import RetrievalCounts
@@ -27,11 +27,12 @@ class FreeKVPool(MHATokenToKVPool):
         config: what the user asked for.
         shape: KV of this rank.
         size: tokens of host KV; SGLang's allocator hands them out.
+        staging_tokens: tokens of context that one extend batch may have.
         num_rows: requests the device cache holds.
     """
 
-    def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, dtype: torch.dtype, device: str) -> None:
-        self.config, self.shape, self.num_rows = config, shape, num_rows
+    def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, dtype, device: str) -> None:
+        self.config, self.shape, self.num_rows, self.staging_tokens = config, shape, num_rows, staging_tokens
         num_layers = shape.retrieval_layers + shape.dense_layers
         retrieval_layers = [layer for layer in range(num_layers) if layer not in config.dense_layers]
         self.retrieval_index = {layer: index for index, layer in enumerate(retrieval_layers)}
@@ -117,8 +118,9 @@ class FreeKVPool(MHATokenToKVPool):
         gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
         return (
             f"KV retrieval is on: {config.method}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
-            f"selected {config.selected_pages * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, tau {config.tau:g}; "
-            f"host pool {gib['host_bytes']} for {self.size} tokens; device cache {gib['device_cache_bytes']} for {self.num_rows} requests; "
+            f"selected {config.selected_pages * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
+            f"tau {config.tau:g}; host pool {gib['host_bytes']} for {self.size} tokens; "
+            f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests; "
             f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"
         )
 
@@ -128,8 +130,7 @@ class FreeKVPool(MHATokenToKVPool):
         Args:
             allocator: SGLang's page allocator; pages that it does not hold are full, when no request is running.
         """
-        for layer in range(len(self.retrieval_index)):
-            self.retrieval.complete_transfers(layer)
+        self.retrieval.complete_all_transfers()
         held = torch.ones(allocator.num_pages + 1, dtype=torch.bool)
         held[0] = False
         held[torch.cat((allocator.free_pages, allocator.release_pages)).cpu()] = False

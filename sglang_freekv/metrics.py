@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass
 class RetrievalCounts:
-    """Counts over all retrieval layers.
+    """Counts over all retrieval layers and the kv heads of one rank.
 
     Args:
         hits: (page, kv head) units selected that were resident in the device cache.
@@ -61,7 +61,9 @@ class RequestCounts:
         self.counts.add(added)
         return added
 
-    def __getitem__(self, _) -> list[dict[str, int]]:
+    def __getitem__(self, tokens: slice) -> list[dict[str, int]]:
+        if not isinstance(tokens, slice):
+            raise TypeError(f"expected a slice of tokens, found {tokens!r}")
         attended = min(self.context_pages, self.budget_pages)
         return [{"context_pages": self.context_pages, "attended_pages": attended, **self.counts.as_dict()}]
 

@@ -2,8 +2,8 @@
 
 
 def register() -> None:
-    """Attach the hooks that carry our arguments; the rest follows when an engine with ``--kv-retrieval`` starts."""
+    """Hand over the hooks that carry our arguments; the rest follows when an engine with ``--kv-retrieval`` starts."""
     from sglang_freekv import scheduler_patch
-    from sglang_freekv.scheduler_patch.registry import apply
+    from sglang_freekv.scheduler_patch import registry
 
-    apply(scheduler_patch.FRONT)
+    registry.register(scheduler_patch.FRONT)

@@ -1,7 +1,7 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
 One step of one layer: finish last step's recall, append the new token, correct the kv heads whose query turned, attend,
-and behind the attention select and recall for the next step.
+and behind the attention offload the page that is full, and select and recall for the next step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 from sglang_freekv.policy import RetrievalPolicy
 
 HITS, RECALLED, CORRECTED = range(3)
+NOW, AHEAD = range(2)  # what corrections do, and what runs beside the computation: each counts for itself
 
 
 class Retrieval:
@@ -32,7 +33,7 @@ class Retrieval:
         self.config, self.policy, self.store, self.stream = config, policy, store, stream
         self.host, self.digests, self.cache = store.host, store.digests, store.cache
         self.in_flight: list[Handle | None] = [None] * len(self.cache.keys)
-        self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=self.cache.keys[0].device)
+        self.counts = torch.zeros(2, self.cache.num_rows, 3, dtype=torch.int64, device=self.cache.keys[0].device)
 
     def decode(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
@@ -49,18 +50,19 @@ class Retrieval:
         cache, rows = self.cache, batch.rows
         self.complete_transfers(layer)
         cache.append(layer, rows, batch.seq_lens, keys, values)
-        self._complete_page(layer, batch)
+        filled = self._digest_filled_pages(layer, batch)
 
         turned = self.policy.needs_correction(queries, cache.previous_queries[layer][rows], cache.num_kv_heads)
-        self.counts[rows, CORRECTED] += turned.sum(1)
-        self._recall(layer, queries, batch, batch.seq_lens, heads=turned, lookups=turned)
+        self.counts[NOW, rows, CORRECTED] += turned.sum(1)
+        self._recall(layer, queries, batch, batch.seq_lens, turned, turned, self.counts[NOW])
 
         output = cache.attend(layer, queries, rows, batch.seq_lens, scale)
 
-        everyone = torch.ones_like(turned)
-        self.in_flight[layer] = self.stream.submit(
-            lambda: self._recall(layer, queries, batch, batch.seq_lens + 1, heads=everyone, lookups=~turned)
-        )
+        def behind_the_attention() -> None:
+            kernels.offload_pages(*filled, self.host.layers[layer])
+            self._recall(layer, queries, batch, batch.seq_lens + 1, torch.ones_like(turned), ~turned, self.counts[AHEAD])
+
+        self.in_flight[layer] = self.stream.submit(behind_the_attention)
         cache.previous_queries[layer][rows] = queries
         return output
 
@@ -76,7 +78,8 @@ class Retrieval:
         Returns:
             ``[T, Hq, D]`` attention output.
         """
-        self.complete_transfers(layer)
+        if layer == 0:  # nothing else may hold context buffers when this batch's are allocated
+            self.complete_all_transfers()
         context_keys, context_values = self.store.staging.context(layer, batch)
         context_keys[batch.new_rows], context_values[batch.new_rows] = keys, values
         output = kernels.extend_attention(queries, context_keys, context_values, batch.query_lens, batch.key_lens, scale)
@@ -97,15 +100,23 @@ class Retrieval:
             handle.wait()
             self.in_flight[layer] = None
 
-    def _complete_page(self, layer: int, batch: DecodeBatch) -> None:
-        """Digest and offload the pages that the new tokens have filled."""
+    def complete_all_transfers(self) -> None:
+        for layer in range(len(self.in_flight)):
+            self.complete_transfers(layer)
+
+    def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[B, 3]`` hits, recalled and corrected of ``rows [B]`` since their last extend; they may lag by what is in flight."""
+        return self.counts[:, rows].sum(0)
+
+    def _digest_filled_pages(self, layer: int, batch: DecodeBatch) -> tuple[torch.Tensor, ...]:
+        """Digest the pages that the new tokens have filled; returns keys, values, starts and host pages for their offload."""
         size, cache = self.config.page_size, self.cache
         page = (batch.seq_lens - 1) // size
         host_pages = batch.page_table.gather(1, page[:, None]).squeeze(1).where(batch.seq_lens % size == 0, -1)
         starts = cache.locate(layer, batch.rows, page) * size
         keys, values = cache.keys[layer].flatten(0, 1), cache.values[layer].flatten(0, 1)
         self.policy.digest(keys, starts, host_pages, self.digests.layers[layer], size)
-        self.stream.submit(lambda: kernels.offload_pages(keys, values, starts, host_pages, self.host.layers[layer]))
+        return keys, values, starts, host_pages
 
     def _required_pages(self, layer: int, queries: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """``[B, H, C]`` int32 pages to attend to at ``seq_lens`` tokens: sink, selected by ``queries``, window; -1 padding."""
@@ -130,8 +141,9 @@ class Retrieval:
         seq_lens: torch.Tensor,
         heads: torch.Tensor,
         lookups: torch.Tensor,
+        counts: torch.Tensor,
     ) -> None:
-        """Make resident what ``heads [B, H]`` will attend to at ``seq_lens`` tokens.
+        """Make resident what ``heads [B, H]`` will attend to at ``seq_lens`` tokens; ``counts [row, 3]`` tell of it.
 
         Hits are counted for ``lookups [B, H]``, so that a corrected kv head, which selects twice with one query, counts once.
         """
@@ -143,15 +155,16 @@ class Retrieval:
 
         full = batch.seq_lens // self.config.page_size  # the page about to begin has a slot but no content yet
         missing = (incoming >= 0) & (incoming < full[:, None, None]) & heads[..., None]
-        host_pages = batch.page_table[:, None].expand(-1, incoming.shape[1], -1).gather(2, incoming.clamp(0, batch.page_table.shape[1] - 1).long())
+        page_table = batch.page_table[:, None].expand(-1, incoming.shape[1], -1)
+        host_pages = page_table.gather(2, incoming.clamp(0, page_table.shape[2] - 1).long())
         slots = cache.slots(rows)[:, None].expand_as(incoming)
         kernels.recall_pages(self.host.layers[layer], host_pages.where(missing, -1), slots, cache.keys[layer], cache.values[layer])
 
         sink, chosen = self.config.sink_pages, self.config.selected_pages
         selected = (required[..., sink : sink + chosen] >= 0).sum(2)
         recalled = missing.sum(2)
-        self.counts[rows, RECALLED] += recalled.sum(1)
-        self.counts[rows, HITS] += ((selected - recalled) * lookups).sum(1)
+        counts[rows, RECALLED] += recalled.sum(1)
+        counts[rows, HITS] += ((selected - recalled) * lookups).sum(1)
 
     def _seed(
         self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context_keys: torch.Tensor, context_values: torch.Tensor
@@ -166,4 +179,4 @@ class Retrieval:
         starts = (batch.context_starts[:, None, None] + incoming * size).where(written, -1)
         slots = cache.slots(rows)[:, None].expand_as(incoming)
         kernels.fill_pages(context_keys, context_values, starts, slots, cache.keys[layer], cache.values[layer])
-        self.counts[rows] = 0
+        self.counts[:, rows] = 0

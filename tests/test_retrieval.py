@@ -175,7 +175,7 @@ def test_decode_follows_the_paper(config, stream):
                 corrected[index] += flagged
                 torch.testing.assert_close(output[index].view_as(expected), expected, atol=1e-5, rtol=1e-5)
     for index, request in enumerate(engine.requests):
-        assert engine.retrieval.counts[request.row, CORRECTED] == corrected[index]
+        assert engine.retrieval.row_counts(torch.tensor([request.row]))[0, CORRECTED] == corrected[index]
     assert any(corrected) == (config.tau > -1)
     if config.tau > 1:
         assert corrected == [17 * LAYERS * HEADS] * len(corrected)
@@ -191,7 +191,7 @@ def test_a_budget_that_covers_the_context_is_dense(budget):
             n = request.prompt + step + 1
             dense = torch.cat([attend(request, layer, head, n - 1, list(range(n))) for head in range(HEADS)])
             torch.testing.assert_close(outputs[step, layer, index].view_as(dense), dense, atol=1e-5, rtol=1e-5)
-    assert engine.retrieval.counts[:, RECALLED].sum() == 0
+    assert engine.retrieval.counts[..., RECALLED].sum() == 0
 
 
 def test_a_budget_one_page_short_is_not_dense():
@@ -247,6 +247,32 @@ def test_recall_after_offload_is_bit_exact():
                     resident = retrieval.cache.keys[layer][request.row * retrieval.cache.num_slots + slot, :, head]
                     assert torch.equal(unit[0], request.k[layer, here, head]) and torch.equal(unit[1], request.v[layer, here, head])
                     assert torch.equal(resident, request.k[layer, here, head])
+
+
+def test_the_digest_check_tells_corruption_from_nan():
+    engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream())
+    engine.run(steps=8)
+    store, policy = engine.retrieval.store, engine.retrieval.policy
+    pages = engine.requests[0].pages[:25]
+    store.host.layers[1][pages[3], 0, 0, 2] = store.digests.layers[1][pages[3], 0] = torch.nan  # a model that overflowed
+    store.check_integrity(pages, policy)
+    store.host.layers[1][pages[7], 1, 0, 2, 5] += 100
+    with pytest.raises(RuntimeError, match="retrieval layer 1: 1 of 25 pages"):
+        store.check_integrity(pages, policy)
+
+
+@pytest.mark.parametrize("damage", ["a page twice", "different occupancy", "padding page"])
+def test_broken_invariants_are_found(damage):
+    engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream())
+    engine.run(steps=8)
+    store, row = engine.retrieval.store, engine.requests[0].row
+    store.check_integrity(engine.requests[0].pages[:25], engine.retrieval.policy)
+    if damage == "padding page":
+        store.host.layers[2][0, 0, 1, 2, 3] = 1
+    else:
+        store.cache.slot_pages[0][row, 1, 4] = store.cache.slot_pages[0][row, 1, 5] if damage == "a page twice" else -1
+    with pytest.raises(RuntimeError, match=damage):
+        store.check_integrity(engine.requests[0].pages[:25], engine.retrieval.policy)
 
 
 def _without_waiting_for_transfers(retrieval: Retrieval) -> None:

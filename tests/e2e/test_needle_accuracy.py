@@ -42,9 +42,9 @@ def test_as_accurate_as_dense(fleet, questions, capsys):
         print(f"\n{'task':>14} {'length':>6} {'dense':>6} {'FreeKV':>6}  questions")
         for (task, length), right in sorted(dense.items()):
             print(f"{task:>14} {length:>6} {np.mean(right):6.3f} {np.mean(sparse[task, length]):6.3f}  {len(right)}")
+    assert {task for task in TASKS if np.mean(dense[task, LENGTHS[0]] + dense[task, LENGTHS[1]]) >= SOLVED} >= {"magic-number", "code-word"}
     for task in TASKS:
         of_dense = np.concatenate([dense[task, length] for length in LENGTHS])
         of_sparse = np.concatenate([sparse[task, length] for length in LENGTHS])
         if of_dense.mean() >= SOLVED:
             assert of_sparse.mean() >= of_dense.mean() - 0.02, task
-    assert sum(map(len, dense.values())) >= 200

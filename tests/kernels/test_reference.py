@@ -88,9 +88,29 @@ def test_a_score_bounds_the_attention_logits_of_its_page():
     kernels.digest_pages(keys, (torch.arange(6) * S)[:, None].expand(-1, H), torch.arange(6), digests, S)
     scores = kernels.score_pages(query, digests, torch.arange(6)[None], 1, torch.tensor([5]))
     assert torch.isinf(scores[..., [0, 5]]).all()
-    torch.testing.assert_close(scores[..., 1:5].sum(-1), torch.ones(1, H))
+    torch.testing.assert_close(scores[..., 1:5].exp().sum(-1), torch.ones(1, H))
     for h in range(H):
         q, k = query[0].view(H, 3, D)[h], keys[:, h].view(6, S, D)
         bound = torch.maximum(q[:, None] * k.amax(1), q[:, None] * k.amin(1)).sum(-1)
         assert (bound[..., None] >= torch.einsum("gd,psd->gps", q, k) - 1e-5).all()
-        torch.testing.assert_close(scores[0, h, 1:5], (bound[:, 1:5] / D**0.5).softmax(-1).mean(0))
+        torch.testing.assert_close(scores[0, h, 1:5].exp(), (bound[:, 1:5] / D**0.5).softmax(-1).mean(0))
+
+
+def test_what_a_slot_held_before_never_reaches_attention():
+    keys, values = torch.randn(3, S, H, D), torch.randn(3, S, H, D)
+    keys[1, 2:], values[1, 2:], keys[2], values[2] = (torch.nan,) * 4
+    pages = torch.tensor([[[0, 1, -1]] * H], dtype=torch.int32)
+    query = torch.randn(1, 2 * H, D)
+    out = kernels.attend_pages(query, keys, values, torch.tensor([[0, 1, 2]]), pages, torch.tensor([S + 2]), 1.0)
+    k, v = (x.flatten(0, 1)[: S + 2] for x in (keys, values))
+    expected = torch.cat([(query[0].view(H, 2, D)[h] @ k[:, h].T).softmax(-1) @ v[:, h] for h in range(H)])
+    torch.testing.assert_close(out[0], expected)
+
+
+def test_far_pages_are_ranked_where_their_weights_underflow():
+    pages = 100
+    digests = -3.0 * torch.arange(pages).view(pages, 1, 1, 1).expand(pages, 1, 2, 1)  # every page 3 further than the last one
+    scores = kernels.score_pages(torch.ones(1, 2, 1), digests, torch.arange(pages)[None], 0, torch.tensor([pages]))
+    assert kernels.select_pages(scores, 60).tolist() == [[list(range(60))]]
+    scores = kernels.score_pages(-torch.ones(1, 2, 1), digests, torch.arange(pages)[None], 0, torch.tensor([pages]))
+    assert kernels.select_pages(scores, 60).tolist() == [[list(range(99, 39, -1))]]

@@ -1,6 +1,5 @@
 """Available host memory, read from made-up /proc and /sys/fs/cgroup trees."""
 
-import resource
 
 import pytest
 from sglang_freekv.memory_pool import host_memory
@@ -83,10 +82,3 @@ def test_this_machine_has_an_answer():
 @pytest.mark.parametrize(("device", "ranks", "share"), [("cuda", 1, 70), ("cuda", 4, 17.5), ("cpu", 1, 35), ("cpu", 2, 17.5)])
 def test_default_share(device, ranks, share):
     assert default_host_pool_bytes(100 * GIB, ranks, device) == pytest.approx(share * GIB, abs=ranks)
-
-
-def test_process_limits(monkeypatch):
-    limits = {resource.RLIMIT_MEMLOCK: 8192, resource.RLIMIT_AS: resource.RLIM_INFINITY}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
-    assert host_memory.memlock_limit_bytes() == 8192
-    assert host_memory.address_space_limit_bytes() is None

@@ -25,6 +25,7 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "cuda_graph_backend_decode": ("--cuda-graph-backend-decode", "full"),
     "cuda_graph_backend_prefill": ("--cuda-graph-backend-prefill", "breakable"),
     "cuda_graph_config": ("--cuda-graph-config", '{"decode": {"backend": "full"}}'),
+    "tokenizer_worker_num": ("--tokenizer-worker-num", "2"),
     "kv_canary": ("--kv-canary", "log"),
     "dllm_algorithm": ("--dllm-algorithm", "LowConfidence"),
     "rl_on_policy_target": ("--rl-on-policy-target", "fsdp"),
@@ -35,6 +36,7 @@ SWITCHES = (
     "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile", "enable_unified_memory", "enable_page_major_kv_layout",
     "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
+    "smg_grpc_mode", "grpc_mode",
 )  # fmt: skip
 FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
 
@@ -42,6 +44,7 @@ VALUES = {  # typed flags: how the refusal begins
     ("--page-size", "1"): "--page-size 1: a page of one token",
     ("--chunked-prefill-size", "1000"): "--chunked-prefill-size 1000: expected a multiple of --page-size 32; "
     "use --chunked-prefill-size 992",
+    ("--kv-cache-dtype", "bf16", "--dtype", "float16"): "--kv-cache-dtype bf16: the model runs in another type",
     ("--freekv-dense-layers", "6"): "--freekv-dense-layers 6: expected layers of this model, which are 0 to 5",
     ("--freekv-dense-layers", "0,1,2,3,4,5"): "--freekv-dense-layers 0,1,2,3,4,5: expected at least one layer left",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
@@ -50,7 +53,6 @@ VALUES = {  # typed flags: how the refusal begins
 FINE = (  # what must stay possible
     ("--tp-size", "2"),
     ("--dp-size", "2"),
-    ("--tokenizer-worker-num", "2"),
     ("--disable-radix-cache",),
     ("--disable-cuda-graph",),
     ("--cuda-graph-backend-decode", "disabled"),

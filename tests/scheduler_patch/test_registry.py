@@ -21,6 +21,7 @@ def sglang_module(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
+    monkeypatch.setattr(registry, "_registered", set())
     return module
 
 
@@ -35,6 +36,23 @@ def test_a_patch_is_applied_once(sglang_module, monkeypatch):
         apply([patch("step")])
     assert sglang_module.step(1, size=2) == (1, 2)
     assert calls == [(1,)]
+
+
+def test_a_target_that_another_plugin_has_hooked_is_hooked_again(sglang_module, monkeypatch):
+    calls = []
+    HookRegistry.register("some_sglang_module.step", lambda result, *args, **kwargs: calls.append("theirs"), HookType.AFTER)
+    HookRegistry.apply_hooks()
+    monkeypatch.setattr(Patch, "load", lambda self: lambda result, *args, **kwargs: calls.append("ours"))
+    apply([patch("step")])
+    sglang_module.step(1, 2)
+    assert calls == ["theirs", "ours"]
+
+
+def test_a_hook_that_is_not_attached_is_noticed(sglang_module, monkeypatch):
+    monkeypatch.setattr(Patch, "load", lambda self: lambda result, *args, **kwargs: None)
+    registry.register([patch("step")])
+    with pytest.raises(RuntimeError, match="could not be hooked"):
+        registry.verify([patch("step")])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,24 @@
+"""What SGLang may put into one prefill batch."""
+
+from __future__ import annotations
+
+import math
+
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+
+def whole_pages(adder, req) -> None:
+    """BEFORE a chunk of a long prompt is cut: reserve whole pages for the others, so that what is left is whole pages too.
+
+    Only full pages have a place in the host pool; a chunk that ended within one could not be continued.
+    """
+    adder.rem_total_token_offset = adder.ceil_paged_tokens(math.ceil(adder.rem_total_token_offset))
+
+
+def bounded_contexts(original, adder, req, *args, **kwargs):
+    """AROUND the admission of a request: the contexts of a batch, prefix hits included, must fit the context buffers together."""
+    pool = adder.token_to_kv_pool_allocator.get_kvcache()
+    contexts = sum(other.extend_range.end for other in adder.can_run_list)
+    if adder.can_run_list and contexts + len(req.full_untruncated_fill_ids) > pool.staging_tokens:
+        return AddReqResult.OTHER
+    return original(adder, req, *args, **kwargs)

@@ -1,0 +1,56 @@
+"""Prefill batches that SGLang's own adder builds: whole pages, and contexts that fit the context buffers together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sglang_freekv.scheduler_patch import prefill
+
+PAGE = 32
+
+
+@pytest.fixture
+def adder():
+    """SGLang's adder when 1,024 tokens are free and a running request may take 770.7 of them."""
+    adder = object.__new__(PrefillAdder)
+    allocator = SimpleNamespace(available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(staging_tokens=1000))
+    adder.__dict__.update(
+        page_size=PAGE, dllm_config=None, rem_chunk_tokens=2048, is_hybrid_swa=False, prefill_delayer_single_pass=None, can_run_list=[],
+        rem_total_token_offset=770.7, token_to_kv_pool_allocator=allocator, tree_cache=SimpleNamespace(evictable_size=lambda: 0),
+    )  # fmt: skip
+    adder._update_prefill_budget = lambda *args: None
+    return adder
+
+
+def request(tokens: int, prefix: int = 0):
+    sampling = SimpleNamespace(max_new_tokens=8)
+    req = MagicMock(full_untruncated_fill_ids=range(tokens), prefix_indices=range(prefix), sampling_params=sampling)
+    req.set_extend_range = lambda start, end: setattr(req, "extend_range", SimpleNamespace(end=end, length=end - start))
+    return req
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_chunk_cut_short_by_full_memory_ends_at_a_page(adder, hooked, monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "rem_total_tokens", property(lambda self: 1024 - self.rem_total_token_offset))
+    req = request(6000, prefix=512)
+    if hooked:
+        prefill.whole_pages(adder, req)
+    adder.add_chunked_req(req)
+    assert (req.extend_range.end % PAGE == 0) == hooked  # without the hook SGLang cuts within a page
+
+
+def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
+    def admit(adder, req):
+        req.extend_range = SimpleNamespace(end=len(req.full_untruncated_fill_ids))
+        adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    results = [prefill.bounded_contexts(admit, adder, request(tokens, prefix=tokens - 8)) for tokens in (1200,)]
+    assert results == [AddReqResult.CONTINUE]  # alone, a context is bounded by --context-length
+    adder.can_run_list.clear()
+    results = [prefill.bounded_contexts(admit, adder, request(tokens, prefix=tokens - 8)) for tokens in (400, 500, 101, 100)]
+    assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
