@@ -65,6 +65,10 @@ SCHEDULER = (
         "the KV pool is FreeKVPool, with one device-cache row per request",
     ),
     Patch(
+        "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self", AFTER, "requests:longest_prompt",
+        "a prompt that can never be admitted is refused instead of blocking the queue",
+    ),
+    Patch(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req", BEFORE, "prefill:whole_pages",
         "a chunk cut short by full memory must still end at a page",
     ),

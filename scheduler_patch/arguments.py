@@ -155,12 +155,15 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
         raise Refusal(f"--kv-retrieval {options.kv_retrieval}: expected one of {', '.join(METHODS)}; use freekv")
     asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
     asked.device = cpu.usable_device(asked.device)
-    page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else asked.page_size
+    page_size = _tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
     config = config_from(options, page_size)
     refusals.refuse_flags(asked)
     config = _with_host_memory(config, asked)
     if asked.device == "cpu":
         cpu.prepare_process()
+        if asked.grammar_backend is None:
+            logger.warning("--device cpu: structured output is off, because SGLang 0.5.17 masks logits on GPUs only")
+            kwargs["grammar_backend"] = "none"
     else:
         logger.warning("--kv-retrieval freekv: this release runs its PyTorch reference kernels eagerly on a GPU: right, but not fast")
     kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_cuda_graph=True)
@@ -200,9 +203,9 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
         budget_tokens=budget,
         sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens),
         window_tokens=edge("freekv_window", DEFAULTS.window_tokens),
-        tau=DEFAULTS.tau if options.freekv_tau is None else float(options.freekv_tau),
+        tau=_number("freekv_tau", options.freekv_tau, DEFAULTS.tau),
         dense_layers=_layers(options.freekv_dense_layers),
-        host_memory_gib=options.freekv_host_memory,
+        host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),
         page_size=page_size,
     )
 
@@ -213,14 +216,22 @@ def _tokens(name: str, value: int | None, default: int) -> int:
     return default if value is None else value
 
 
+def _number(name: str, value: float | None, default: float | None) -> float | None:
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+        raise Refusal(f"{typed(name)} {value}: expected a number; use one, or leave it out")
+    return default if value is None else float(value)
+
+
 def _layers(value: Any) -> tuple[int, ...]:
     """Layer numbers from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``; ``""`` and ``"none"`` are no layer."""
     if value is None:
         return DEFAULTS.dense_layers
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if [word.lower() for word in words] == ["none"]:
+    if [word.lower() for word in words] == ["none"] or not text.strip():
         return ()
+    if not words:
+        raise Refusal(f"--freekv-dense-layers {text}: expected comma-separated layer numbers or none; use for example 0")
     try:
         return tuple(sorted({int(word) for word in words}))
     except ValueError:

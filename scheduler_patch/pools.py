@@ -8,11 +8,12 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.policy import POLICIES
+from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
 
 
 def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
@@ -22,6 +23,11 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     host_bytes, device_bytes = _budgets(configurator, config, pre_model_load_memory)
     tokens = sizing.tokens(host_bytes, device_bytes, configurator.server_args.max_running_requests)
     tokens = _agree(configurator._apply_token_constraints(tokens)) // config.page_size * config.page_size
+    if tokens < LEAST_PAGES * config.page_size:
+        raise Refusal(
+            f"--freekv-host-memory {config.host_memory_gib:g}: it holds {tokens} tokens, expected at least {LEAST_PAGES} pages of "
+            f"{config.page_size}; raise it, or --mem-fraction-static if the device is what is short"
+        )
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,

@@ -23,6 +23,9 @@ ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave i
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 
 
+LEAST_PAGES = 4
+
+
 class Flag(NamedTuple):
     """An option of SGLang and the values that FreeKV works with."""
 
@@ -104,6 +107,15 @@ MODEL_RULES = (
 # s is the resolved ServerArgs, m its ModelConfig, c the FreeKVConfig
 RESOLVED_RULES = (
     Rule(
+        lambda s, m, c: s.max_total_tokens is not None and s.max_total_tokens < LEAST_PAGES * c.page_size,
+        "--max-total-tokens {s.max_total_tokens}: expected at least {least}, {pages} pages of --page-size {c.page_size}; "
+        "use --max-total-tokens {least} or more, or leave it out",
+    ),
+    Rule(
+        lambda s, m, c: s.device == "cpu" and s.grammar_backend == "xgrammar",
+        "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only; use --grammar-backend none with --device cpu",
+    ),
+    Rule(
         lambda s, m, c: s.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,
         "--kv-cache-dtype {s.kv_cache_dtype}: the model runs in another type, and FreeKV keeps KV in the model's; "
         "use --kv-cache-dtype auto, or --dtype bfloat16 with it",
@@ -168,6 +180,8 @@ def refuse_resolved(server_args, config: FreeKVConfig) -> None:
         "chunk": max(1, server_args.chunked_prefill_size // config.page_size) * config.page_size,
         "dense": ",".join(map(str, config.dense_layers)),
         "last": model.num_attention_layers - 1,
+        "pages": LEAST_PAGES,
+        "least": LEAST_PAGES * config.page_size,
     }
     for rule in RESOLVED_RULES:
         if rule.applies(server_args, model, config):

@@ -1,7 +1,8 @@
-"""Requests that SGLang would pass on to the model and die of."""
+"""Requests that SGLang would take and never answer, or die of."""
 
 from __future__ import annotations
 
+MAX_REQ_INPUT_LEN = 5  # its place in what get_worker_info returns
 
 def refuse_unknown_tokens(_, manager, obj, input_ids) -> None:
     """AFTER SGLang has validated a request: token ids outside the vocabulary would end the scheduler in the embedding layer."""
@@ -12,3 +13,14 @@ def refuse_unknown_tokens(_, manager, obj, input_ids) -> None:
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {vocabulary - 1}; check the tokenizer")
+
+
+def longest_prompt(info: tuple, worker) -> tuple:
+    """AFTER a worker tells its limits: a prompt must leave a page for its first token and the one that admission reserves.
+
+    SGLang's own limit leaves five tokens, and a prompt between the two waits for ever at the head of the queue.
+    """
+    info = list(info)
+    pages = worker.model_runner.token_to_kv_pool.page_size
+    info[MAX_REQ_INPUT_LEN] = min(info[MAX_REQ_INPUT_LEN], worker.model_runner.max_total_num_tokens - 2 * pages + 1)
+    return tuple(info)

@@ -47,10 +47,10 @@ class FreeKVConfig:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
-        for name in ("budget", "sink", "window"):
+        for name, least in (("budget", 3), ("sink", 0), ("window", 1)):
             tokens = getattr(self, f"{name}_tokens")
             if tokens < 0 or tokens % self.page_size:
-                nearest = max(1, round(tokens / self.page_size)) * self.page_size
+                nearest = max(least, round(tokens / self.page_size)) * self.page_size
                 raise Refusal(
                     f"--freekv-{name} {tokens}: expected a non-negative multiple of --page-size {self.page_size}; "
                     f"use --freekv-{name} {nearest}"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sglang as sgl
 import tasks
-from serving import NEEDLE_MODEL, cpu_environment
+from serving import NEEDLE_MODEL, cpu_environment, freekv
 
 
 def a_document(length: int = 2048, seed: int = 3):
@@ -116,6 +116,20 @@ def test_bad_requests_are_answered_and_the_server_stays(fleet, bad):
     with pytest.raises(RuntimeError, match="answered 4|answered 5"):
         fleet.small.post("/generate", bad | {"sampling_params": {"max_new_tokens": 4}})
     assert fleet.small.generate([5, 6, 7, 8], 4)["output_ids"]
+
+
+def test_a_prompt_that_fills_the_pool_is_served_or_refused_but_never_waits_for_ever(serve):
+    pool = 2048
+    with serve(freekv(256) | {"--max-total-tokens": pool}) as (server,):
+        prompt = [7] * (pool - 2 * 32)
+        assert len(server.generate(prompt, 8)["output_ids"]) > 0
+        for longer in (1, 32, 57):
+            with pytest.raises(RuntimeError, match="answered 400"):
+                server.generate(prompt + [7] * longer, 8)
+        with pytest.raises(RuntimeError, match="answered 400"):
+            body = {"max_new_tokens": 8, "temperature": 0, "json_schema": '{"type": "object"}'}
+            server.post("/generate", {"text": "Answer in JSON:", "sampling_params": body})
+        assert len(server.generate(prompt[:64], 8)["output_ids"]) == 8
 
 
 def test_bench_serving(fleet, tmp_path):

@@ -45,6 +45,10 @@ VALUES = {  # typed flags: how the refusal begins
     ("--chunked-prefill-size", "1000"): "--chunked-prefill-size 1000: expected a multiple of --page-size 32; "
     "use --chunked-prefill-size 992",
     ("--kv-cache-dtype", "bf16", "--dtype", "float16"): "--kv-cache-dtype bf16: the model runs in another type",
+    ("--max-total-tokens", "31"): "--max-total-tokens 31: expected at least 128, 4 pages of --page-size 32",
+    ("--grammar-backend", "xgrammar"): "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only",
+    ("--freekv-dense-layers", ","): "--freekv-dense-layers ,: expected comma-separated layer numbers",
+    ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 96",
     ("--freekv-dense-layers", "6"): "--freekv-dense-layers 6: expected layers of this model, which are 0 to 5",
     ("--freekv-dense-layers", "0,1,2,3,4,5"): "--freekv-dense-layers 0,1,2,3,4,5: expected at least one layer left",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
@@ -197,6 +201,7 @@ def test_what_sglang_insists_on():
     from sglang_freekv.scheduler_patch import refusals
 
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
+    resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
     model = SimpleNamespace(num_attention_layers=6, quantization=None)
     backends = ("freekv", "freekv")
 
