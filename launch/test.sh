@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
-exec .venv/bin/python -P -m pytest "$@"
+exec .venv/bin/python -P -m pytest --durations=15 "$@"

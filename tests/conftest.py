@@ -14,11 +14,15 @@ torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory):
-    """``with serve(flags, flags, ..., env=...) as servers``: side by side; their logs must be clean in the end."""
+    """``with serve(flags, flags, ..., env=...) as servers``: side by side; their logs must be clean in the end.
+
+    ``env`` is for all of them, or a list with one for each.
+    """
 
     @contextmanager
-    def start(*all_flags: dict, env: dict[str, str] | None = None):
-        servers = [TestServer(flags, tmp_path_factory.mktemp("server") / "log.txt", env) for flags in all_flags]
+    def start(*all_flags: dict, env: dict[str, str] | list[dict[str, str]] | None = None):
+        envs = env if isinstance(env, list) else [env] * len(all_flags)
+        servers = [TestServer(flags, tmp_path_factory.mktemp("server") / "log.txt", own) for flags, own in zip(all_flags, envs)]
         start_all(servers)
         try:
             yield servers

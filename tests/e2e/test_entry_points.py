@@ -33,12 +33,13 @@ class ServedByCommand(TestServer):
     program = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
-def test_sglang_serve_with_a_config_file(tmp_path, prompt, expected):
-    config = tmp_path / "config.yaml"
+@pytest.fixture(scope="module")
+def starting(tmp_path_factory):
+    """``sglang serve`` with a YAML file; it starts while the program runs."""
+    path = tmp_path_factory.mktemp("serve")
+    config = path / "config.yaml"
     config.write_text("kv-retrieval: freekv\nfreekv-budget: 320\nfreekv-sink: 64\nfreekv-window: 64\nfreekv-tau: 0.7\n")
-    servers = start_all([ServedByCommand({"--kv-retrieval": "freekv", "--config": config}, tmp_path / "log.txt")])
-    assert servers[0].generate(prompt, NEW_TOKENS)["output_ids"] == expected
-    stop_all(servers)
+    return [ServedByCommand({"--kv-retrieval": "freekv", "--config": config}, path / "log.txt")]
 
 
 PROGRAM = """
@@ -58,7 +59,7 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_with_and_then_without_retrieval(tmp_path, prompt, expected):
+def test_engine_with_and_then_without_retrieval(starting, tmp_path, prompt, expected):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     options = {name.lstrip("-").replace("-", "_"): str(value) if isinstance(value, Path) else value for name, value in DEFAULTS.items()}
@@ -69,3 +70,9 @@ def test_engine_with_and_then_without_retrieval(tmp_path, prompt, expected):
     (retrieved, counts), (stock, nothing) = json.loads(line.removeprefix("ANSWERS"))
     assert retrieved == expected and counts["pages_recalled"] > 0
     assert stock == Oracle(NEEDLE_MODEL).generate(prompt, NEW_TOKENS).tokens and nothing is None
+
+
+def test_sglang_serve_with_a_config_file(starting, prompt, expected):
+    (server,) = start_all(starting)
+    assert server.generate(prompt, NEW_TOKENS)["output_ids"] == expected
+    stop_all([server])

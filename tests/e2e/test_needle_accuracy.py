@@ -6,6 +6,7 @@ Dense is a budget that covers the context, which test_dense_identity.py shows to
 from __future__ import annotations
 
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def right_answers(server: TestServer, questions) -> dict[tuple[str, int], list[b
 
 
 def test_as_accurate_as_dense(fleet, questions, capsys):
-    dense, sparse = (right_answers(server, questions) for server in (fleet.covering, fleet.small))
+    with ThreadPoolExecutor(2) as pool:
+        dense, sparse = pool.map(lambda server: right_answers(server, questions), (fleet.covering, fleet.small))
     with capsys.disabled():
         print(f"\n{'task':>14} {'length':>6} {'dense':>6} {'FreeKV':>6}  questions")
         for (task, length), right in sorted(dense.items()):

@@ -85,10 +85,16 @@ def random_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def random_server(serve, random_model):
-    flags = freekv(256) | {"--model-path": random_model, "--max-running-requests": 32}
-    with serve(flags) as (server,):
-        yield server
+def random_servers(serve, random_model):
+    """One for the tree kits, and one for each kind of timeout."""
+    flags = [freekv(256) | {"--model-path": random_model, "--max-running-requests": rows} for rows in (32, 1, 16)]
+    with serve(*flags, env=[{}, {"SGLANG_REQ_WAITING_TIMEOUT": "2"}, {"SGLANG_REQ_RUNNING_TIMEOUT": "2"}]) as servers:
+        yield servers
+
+
+@pytest.fixture
+def random_server(random_servers):
+    return random_servers[0]
 
 
 def test_radix_attention_kit(random_server, monkeypatch):
@@ -111,12 +117,9 @@ def test_multiturn_cache_hit_kit(random_server, random_model, tmp_path):
 
 
 @pytest.mark.parametrize("kit", [WaitingTimeoutMixin, RunningTimeoutTwoWaveMixin])
-def test_timeout_kits(serve, random_model, kit):
-    waiting = kit is WaitingTimeoutMixin
-    env = {f"SGLANG_REQ_{'WAITING' if waiting else 'RUNNING'}_TIMEOUT": "2"}
-    flags = freekv(256) | {"--model-path": random_model, "--max-running-requests": 1 if waiting else 16}
-    with serve(flags, env=env) as (server,):
-        case = type("Case", (kit, unittest.TestCase), {"base_url": server.url, "process": server.process})()
-        (name,) = [name for name in dir(kit) if name.startswith("test_")]
-        getattr(case, name)()
-        assert server.flush()["rows_used"] == 0
+def test_timeout_kits(random_servers, kit):
+    server = random_servers[1 if kit is WaitingTimeoutMixin else 2]
+    case = type("Case", (kit, unittest.TestCase), {"base_url": server.url, "process": server.process})()
+    (name,) = [name for name in dir(kit) if name.startswith("test_")]
+    getattr(case, name)()
+    assert server.flush()["rows_used"] == 0
