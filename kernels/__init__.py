@@ -1,36 +1,42 @@
-"""Device kernels and their PyTorch references."""
+"""Device kernels, and the PyTorch references that specify them: on a CPU a call goes to the reference, on a GPU to its twin."""
 
 if __name__ == "kernels":  # the checkout root is on sys.path, and someone asks for Hugging Face's `kernels`
     from ._shadow import hand_over
 
     hand_over()
 else:
-    from sglang_freekv.kernels.reference import (
-        append_tokens,
-        attend_pages,
-        digest_pages,
-        extend_attention,
-        fill_pages,
-        needs_correction,
-        offload_pages,
-        plan_slots,
-        recall_pages,
-        score_pages,
-        select_pages,
-        stage_pages,
-    )
+    from sglang_freekv.kernels.dispatch import by_device
+    from sglang_freekv.kernels.misses import Misses
+    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED
+
+    append_tokens = by_device("append", "append_tokens")
+    attend_pages = by_device("attend", "attend_pages")
+    digest_pages = by_device("digest", "digest_pages")
+    fill_pages = by_device("fill", "fill_pages")
+    needs_correction = by_device("correction", "needs_correction")
+    offload_pages = by_device("offload", "offload_pages")
+    plan_pages = by_device("plan", "plan_pages")
+    recall_pages = by_device("recall", "recall_pages")
+    score_pages = by_device("score", "score_pages")
+    seed_slots = by_device("plan", "seed_slots")
+    snapshot_pages = by_device("page_table", "snapshot_pages")
+    stage_pages = by_device("stage", "stage_pages")
 
     __all__ = [
+        "CORRECTED",
+        "HITS",
+        "Misses",
+        "RECALLED",
         "append_tokens",
         "attend_pages",
         "digest_pages",
-        "extend_attention",
         "fill_pages",
         "needs_correction",
         "offload_pages",
-        "plan_slots",
+        "plan_pages",
         "recall_pages",
         "score_pages",
-        "select_pages",
+        "seed_slots",
+        "snapshot_pages",
         "stage_pages",
     ]

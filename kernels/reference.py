@@ -1,10 +1,12 @@
 """PyTorch specification of every kernel; on CPU these are the kernels.
 
-Letters: B requests, H kv heads, G query heads of a kv head (Hq = H * G), D head_dim, S tokens of a page, C slots of a row,
-P pages of the longest context, K selected pages, T tokens. Ids are int64 unless said otherwise; -1 means none.
+Letters: B requests, H kv heads, G query heads of a kv head (Hq = H * G), D head_dim, S tokens of a page, R rows, C slots of a row,
+A pages attended to in one step, P pages of the longest context, K selected pages, T tokens. Integers may be of any width; -1 means none.
 
-Layouts (paper section 4.2): the device cache is NHD, ``[n_slot, S, H, D]`` for keys and for values; the host pool is HND,
+Layouts (paper section 4.2): the device cache is NHD, ``[R * C, S, H, D]`` for keys and for values; the host pool is HND,
 ``[n_page, H, 2, S, D]``, so that one (page, kv head) is one contiguous unit of keys then values.
+
+Row 0 is padding: requests of that row are passed over, and their attention output is zero.
 """
 
 from __future__ import annotations
@@ -13,6 +15,11 @@ import math
 
 import torch
 import torch.nn.functional as F
+
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels.misses import Misses
+
+HITS, RECALLED, CORRECTED = range(3)
 
 
 def digest_pages(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
@@ -50,48 +57,49 @@ def offload_pages(
     host_pool[host_pages[chosen].to(host_pool.device)] = units.to(host_pool.device)
 
 
-def recall_pages(
-    host_pool: torch.Tensor,
-    host_pages: torch.Tensor,
-    slots: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Copy (page, kv head) units from the host pool (HND) to device slots (NHD).
+def recall_pages(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy the missing (page, kv head) units from the host pool (HND) to device slots (NHD), and leave the list empty.
 
     Args:
         host_pool: ``[n_page, H, 2, S, D]``.
-        host_pages: ``[B, H, C]`` host page to bring in, -1 for none.
-        slots: ``[B, H, C]`` slot that receives it.
-        keys, values: ``[n_slot, S, H, D]`` written in place.
+        misses: what to copy, and where to.
+        keys, values: ``[R * C, S, H, D]`` written in place.
     """
-    b, h, c = (host_pages >= 0).nonzero(as_tuple=True)
-    units = host_pool[host_pages[b, h, c].to(host_pool.device), h.to(host_pool.device)].to(keys.device)
-    keys[slots[b, h, c], :, h] = units[:, 0]
-    values[slots[b, h, c], :, h] = units[:, 1]
+    host_pages, heads, slots = (column.long() for column in misses.columns())
+    units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
+    keys[slots, :, heads] = units[:, 0]
+    values[slots, :, heads] = units[:, 1]
+    misses.clear()
 
 
 def fill_pages(
     source_keys: torch.Tensor,
     source_values: torch.Tensor,
     starts: torch.Tensor,
-    slots: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_pages: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Copy pages from token rows that are on the device already to device slots.
+    """Copy every page of the slot tables that has content from token rows that are on the device already.
 
     Args:
         source_keys, source_values: ``[T, H, D]``. A partial last page is copied with whatever follows it; attention masks it.
-        starts: ``[B, H, C]`` row of the page's first token, -1 for none.
-        slots: ``[B, H, C]`` slot that receives it.
-        keys, values: ``[n_slot, S, H, D]`` written in place.
+        starts: ``[B]`` first token row of each request.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of each request that the source holds.
+        slot_pages: ``[R, H, C]`` logical page in each slot.
+        keys, values: ``[R * C, S, H, D]`` written in place.
     """
-    b, h, c = (starts >= 0).nonzero(as_tuple=True)
-    offsets = torch.arange(keys.shape[1], device=starts.device)
-    rows = (starts[b, h, c, None] + offsets).clamp_(max=source_keys.shape[0] - 1)
-    keys[slots[b, h, c], :, h] = source_keys[rows, h[:, None]]
-    values[slots[b, h, c], :, h] = source_values[rows, h[:, None]]
+    size, capacity = keys.shape[1], slot_pages.shape[2]
+    pages = slot_pages[rows].long()
+    b, h, c = ((pages >= 0) & (pages * size < seq_lens[:, None, None]) & (rows > 0)[:, None, None]).nonzero(as_tuple=True)
+    tokens = (starts[b] + pages[b, h, c] * size)[:, None] + torch.arange(size, device=pages.device)
+    tokens.clamp_(max=source_keys.shape[0] - 1)
+    slots = rows[b] * capacity + c
+    keys[slots, :, h] = source_keys[tokens, h[:, None]]
+    values[slots, :, h] = source_values[tokens, h[:, None]]
 
 
 def stage_pages(
@@ -117,134 +125,245 @@ def stage_pages(
 def append_tokens(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
-    slots: torch.Tensor,
-    offsets: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_pages: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-) -> None:
-    """Write the new token of every request into its current page.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new token of every request into its current page, which must be resident.
 
     Args:
         new_keys, new_values: ``[B, H, D]``.
-        slots: ``[B, H]`` slot of the current page, per kv head.
-        offsets: ``[B]`` position within the page.
-        keys, values: ``[n_slot, S, H, D]`` written in place.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context, the new one included.
+        page_table: ``[B, P]`` logical page -> host page.
+        slot_pages: ``[R, H, C]`` logical page in each slot.
+        keys, values: ``[R * C, S, H, D]`` written in place.
+
+    Returns:
+        ``(starts, filled)``: ``[B, H]`` first token row of the current page in the flattened cache, and ``[B]`` the host page of a
+        page that this token fills, -1 where it fills none.
     """
-    heads = torch.arange(new_keys.shape[1], device=slots.device)
-    keys[slots, offsets[:, None], heads] = new_keys
-    values[slots, offsets[:, None], heads] = new_values
+    size, capacity = keys.shape[1], slot_pages.shape[2]
+    page, offset = (seq_lens - 1) // size, (seq_lens - 1) % size
+    position = (slot_pages[rows] == page[:, None, None]).to(torch.int32).argmax(-1)
+    slots = rows[:, None] * capacity + position
+    real = (rows > 0).nonzero().squeeze(1)
+    heads = torch.arange(new_keys.shape[1], device=rows.device)
+    keys[slots[real], offset[real, None], heads] = new_keys[real]
+    values[slots[real], offset[real, None], heads] = new_values[real]
+    filled = page_table.gather(1, page[:, None].long()).squeeze(1)
+    return slots * size, filled.where((offset == size - 1) & (rows > 0), -1)
 
 
-def needs_correction(queries: torch.Tensor, previous: torch.Tensor, num_kv_heads: int, tau: float) -> torch.Tensor:
-    """Flag the kv heads whose query turned since the last step (paper section 3.3).
+def needs_correction(
+    queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, tau: float, counts: torch.Tensor, num_kv_heads: int
+) -> torch.Tensor:
+    """Flag the kv heads whose query turned since the last step (paper section 3.3), and remember the query for the next.
 
     Args:
-        queries, previous: ``[B, Hq, D]`` post-RoPE queries of this step and the one before.
+        queries: ``[B, Hq, D]`` post-RoPE queries of this step.
+        rows: ``[B]`` row of each request.
+        previous: ``[R, Hq, D]`` queries of the step before; those of ``rows`` are replaced by ``queries``.
         tau: threshold on the cosine similarity, averaged over the group.
+        counts: ``[R, 3]`` int64; CORRECTED is added to.
 
     Returns:
         ``[B, H]`` bool.
     """
-    similarity = F.cosine_similarity(queries.float(), previous.float(), dim=-1)
-    return similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau
+    similarity = F.cosine_similarity(queries.float(), previous[rows].float(), dim=-1)
+    turned = (similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau) & (rows > 0)[:, None]
+    previous[rows] = queries.where((rows > 0)[:, None, None], previous[rows])
+    counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
+    return turned
 
 
 def score_pages(
-    queries: torch.Tensor, digests: torch.Tensor, page_table: torch.Tensor, first: int, last: torch.Tensor
+    queries: torch.Tensor,
+    digests: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor | None,
+    page_size: int,
 ) -> torch.Tensor:
-    """Score candidate pages for every kv head; higher is better (paper section 3.2, group-consistent selection).
+    """Bound the attention logits of every candidate page, per query head (paper section 3.2).
 
-    A page's score for a query head bounds its largest attention logit: ``sum_d max(q_d * max_d, q_d * min_d) / sqrt(D)``,
-    which is ``relu(q) . max - relu(-q) . min``. Softmax over the candidates, then the mean over the group, in logarithms:
-    far pages would underflow to equal scores.
+    A page's bound is ``sum_d max(q_d * max_d, q_d * min_d) / sqrt(D)``, which is ``relu(q) . max - relu(-q) . min``.
 
     Args:
         queries: ``[B, Hq, D]``.
         digests: ``[n_page, H, 2, D]``.
-        page_table: ``[B, P]`` logical page -> host page.
-        first: first candidate page, the same for all requests.
-        last: ``[B]`` one past the last candidate page.
+        rows, seq_lens, page_table: ``[B]``, ``[B]``, ``[B, P]`` as in :func:`plan_pages`.
+        budget: sink and window bound the candidates.
+        turned: ``[B, H]`` bool; None to select ahead, as in :func:`plan_pages`.
 
     Returns:
-        ``[B, H, P]`` float32 logarithms of the weights, -inf where the page is not a candidate.
+        ``[B, Hq, P]`` float32, of candidate pages of the kv heads that select; anything elsewhere.
     """
     num_kv_heads, head_dim = digests.shape[1], digests.shape[3]
     q = queries.float().unflatten(1, (num_kv_heads, -1))
-    maxima, minima = digests[page_table].float().unbind(3)
+    maxima, minima = digests[page_table.clamp(min=0).long()].float().unbind(3)
     bound = torch.einsum("bhgd,bphd->bhgp", q.relu(), maxima) - torch.einsum("bhgd,bphd->bhgp", (-q).relu(), minima)
-    pages = torch.arange(page_table.shape[1], device=queries.device)
-    candidate = ((pages >= first) & (pages < last[:, None]))[:, None]
-    logits = (bound / head_dim**0.5).masked_fill(~candidate[:, None], float("-inf"))
-    weights = logits.log_softmax(-1).logsumexp(2) - math.log(q.shape[2])
-    return weights.masked_fill(~candidate, float("-inf"))
+    return (bound / head_dim**0.5).flatten(1, 2)
 
 
-def select_pages(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Take the pages of highest score; of equal scores the earlier page.
+def select_pages(logits: torch.Tensor, tokens: torch.Tensor, budget: PageBudget, num_kv_heads: int, page_size: int):
+    """Weigh candidate pages for every kv head, and take the heaviest; of equal weights the earlier page (paper section 3.2).
 
-    Args:
-        scores: ``[B, H, P]`` float32, -inf where a page is no candidate.
-        count: K.
-
-    Returns:
-        ``[B, H, K]`` int32 logical pages, -1 where there are fewer candidates.
-    """
-    values, pages = scores.sort(dim=-1, descending=True, stable=True)
-    pages = pages.to(torch.int32).masked_fill(values == float("-inf"), -1)[..., :count]
-    return F.pad(pages, (0, count - pages.shape[-1]), value=-1)
-
-
-def plan_slots(slot_pages: torch.Tensor, required: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give every required page a slot: keep what is resident, put what is missing where nothing is required.
+    The weight is the softmax over the candidates, averaged over the group: in logarithms, because far pages would underflow
+    to equal weights. It is part of :func:`plan_pages` and :func:`seed_slots`.
 
     Args:
-        slot_pages: ``[B, H, C]`` int32 logical page in each slot, -1 empty.
-        required: ``[B, H, A]`` int32 logical pages without repetition, -1 padding; at most C of them.
+        logits: ``[B, Hq, P]`` of :func:`score_pages`.
+        tokens: ``[B]`` tokens of context.
 
     Returns:
-        ``(planned, incoming)``, both ``[B, H, C]`` int32: the slot table afterwards, and the page that is new in a slot (-1: none).
+        ``(weights, order, required)``: ``[B, H, P]`` float32 logarithms, -inf where a page is no candidate; ``[B, H, P]`` pages from
+        heavy to light; ``[B, H, P]`` bool, pages of the sink, the window, and those chosen.
     """
-    match = (slot_pages[..., :, None] == required[..., None, :]) & (required >= 0)[..., None, :]
-    kept, missing = match.any(-1), (required >= 0) & ~match.any(-2)
-    capacity = slot_pages.shape[-1]
-    order = torch.where(missing, missing.cumsum(-1) - 1, capacity)
-    queue = required.new_full((*required.shape[:-1], capacity + 1), -1).scatter_(-1, order, required)
-    queue[..., capacity] = -1
-    turn = torch.where(kept, capacity, (~kept).cumsum(-1) - 1)
-    incoming = queue.gather(-1, turn)
-    return torch.where(kept, slot_pages, incoming), incoming
+    pages = torch.arange(logits.shape[2], device=logits.device)
+    num_pages = ((tokens + page_size - 1) // page_size)[:, None]
+    end = (num_pages - budget.window).clamp(min=budget.sink)
+    candidate = ((pages >= budget.sink) & (pages < end))[:, None]
+    fixed = (pages < num_pages) & ((pages < budget.sink) | (pages >= end))
+    grouped = logits.unflatten(1, (num_kv_heads, -1)).masked_fill(~candidate[:, None], float("-inf"))
+    weights = grouped.log_softmax(-1).logsumexp(2) - math.log(grouped.shape[2])
+    weights = weights.masked_fill(~candidate, float("-inf"))
+    order = weights.sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order[..., : budget.selected], True) & candidate
+    return weights, order, chosen | fixed[:, None]
+
+
+def seed_slots(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budget: PageBudget,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Begin a row afresh: what the first decode step attends to, and in the slots that are left the next best pages.
+
+    Args:
+        logits: ``[B, Hq, P]`` of :func:`score_pages` for one token more than ``seq_lens``.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context; the next one may begin a page, which gets its slot here.
+        slot_pages: ``[R, H, C]`` int32, written: logical page in each slot, in ascending order, then -1.
+        attended: ``[R, H, A]`` int32, written: slots of the pages to attend to, in ascending order, then -1.
+    """
+    num_kv_heads, capacity = slot_pages.shape[1:]
+    weights, order, required = select_pages(logits, seq_lens + 1, budget, num_kv_heads, page_size)
+    extra = budget.selected + capacity - budget.total
+    resident = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf")))
+    real = rows > 0
+    slot_pages[rows[real]] = _ranked(resident, capacity)[real]
+    slot_of_page = (resident.cumsum(-1) - 1).to(torch.int32)
+    wanted = _ranked(required, attended.shape[2])
+    slots = slot_of_page.gather(2, wanted.clamp(min=0).long()).where(wanted >= 0, -1)
+    attended[rows[real]] = slots[real]
+
+
+def plan_pages(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    ahead: bool,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    misses: Misses,
+    counts: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Select pages and give each a slot: keep what is resident, put what is missing where nothing is required.
+
+    Missing pages in ascending order take the slots that hold nothing, then those whose page is lightest, in order of slots.
+
+    Args:
+        logits: ``[B, Hq, P]`` of :func:`score_pages`.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context.
+        page_table: ``[B, P]`` logical page -> host page.
+        turned: ``[B, H]`` bool, kv heads that are corrected in this step.
+        ahead: False to correct those kv heads, with candidates of ``seq_lens`` tokens; True to select for the next step, with
+            candidates of one token more, for all kv heads.
+        slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
+        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to, in ascending order, then -1.
+        misses: receives the pages to recall; a page about to begin has no content and is not among them.
+        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident. A corrected kv head
+            selects twice with one query; its hits count when it is corrected.
+    """
+    num_kv_heads, capacity = slot_pages.shape[1:]
+    heads = ((rows > 0)[:, None] & (turned | ahead)).nonzero(as_tuple=True)
+    weights, _, required = select_pages(logits, seq_lens + ahead, budget, num_kv_heads, page_size)
+    b, h = heads
+    weights, required, table = weights[heads], required[heads], slot_pages[rows[b], h].long()
+
+    page = table.clamp(0, required.shape[1] - 1)
+    kept = required.gather(1, page) & (table >= 0)
+    resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
+    missing = required & ~resident
+    needed = missing.sum(1, keepdim=True)
+    worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
+    victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, torch.arange(capacity, device=b.device) < needed)
+    incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
+
+    slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
+    attended[rows[b], h] = _ranked(kept | victim, attended.shape[2])
+    recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
+    i, slot = recalled.nonzero(as_tuple=True)
+    misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+
+    candidates = (-(-(seq_lens[b] + ahead) // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
+    hits = (candidates - recalled.sum(1)) * (turned[heads] != ahead)
+    counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
+    counts[:, HITS].index_add_(0, rows[b].long(), hits)
 
 
 def attend_pages(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    slots: torch.Tensor,
-    pages: torch.Tensor,
+    rows: torch.Tensor,
     seq_lens: torch.Tensor,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Decode attention over the resident pages of every (request, kv head).
+    """Decode attention over the attended pages of every (request, kv head).
 
     Args:
         queries: ``[B, Hq, D]``.
-        keys, values: ``[n_slot, S, H, D]``.
-        slots: ``[B, C]`` slots of each request's row.
-        pages: ``[B, H, C]`` int32 logical page in each of them, -1 where there is none; the order is free.
+        keys, values: ``[R * C, S, H, D]``.
+        rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context, the new one included; masks the partial last page.
+        slot_pages: ``[R, H, C]`` int32 logical page in each slot.
+        attended: ``[R, H, A]`` int32 slots to read, -1 for none.
 
     Returns:
         ``[B, Hq, D]``.
     """
-    page_size, num_kv_heads = keys.shape[1], keys.shape[2]
-    used = int((pages >= 0).any(1).any(0).nonzero().max()) + 1
-    slots, pages = slots[:, :used], pages[..., :used]
+    page_size, num_kv_heads, capacity = keys.shape[1], keys.shape[2], slot_pages.shape[2]
+    used = max(1, int((attended[rows] >= 0).sum(-1).max()))
+    listed = attended[rows][..., :used].long()
+    pages = slot_pages[rows].gather(2, listed.clamp(min=0))
     position = pages[..., None] * page_size + torch.arange(page_size, device=pages.device)
-    visible = ((pages[..., None] >= 0) & (position < seq_lens[:, None, None, None])).flatten(2)
-    pages_of_heads = (cache[slots].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
-    k, v = (x.masked_fill(~visible[..., None], 0) for x in pages_of_heads)  # what lies there may be another request's, even NaN
+    visible = (listed >= 0)[..., None] & (position < seq_lens[:, None, None, None]) & (rows > 0)[:, None, None, None]
+    visible = visible.flatten(2)
+    slots = rows[:, None, None] * capacity + listed.clamp(min=0)
+    heads = torch.arange(num_kv_heads, device=rows.device)[:, None]
+    k, v = (cache[slots, :, heads].flatten(2, 3) for cache in (keys, values))
+    k, v = (x.masked_fill(~visible[..., None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
     q = queries.unflatten(1, (num_kv_heads, -1))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale).flatten(1, 2)
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale).flatten(1, 2)
+    return output.masked_fill((rows == 0)[:, None, None], 0)
 
 
 def extend_attention(
@@ -275,8 +394,33 @@ def extend_attention(
     return torch.cat(outputs)
 
 
+def snapshot_pages(
+    req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> None:
+    """Read the host pages of every request off the token slots of its pages, the one that the next token may begin included.
+
+    Args:
+        req_to_token: ``[R, T]`` token slot of each position; T bounds the context.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context.
+        page_table: ``[B, P]`` written: logical page -> host page, 0 beyond the context.
+    """
+    first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
+    begun = (first <= seq_lens[:, None]) & (first < req_to_token.shape[1])
+    tokens = req_to_token[rows[:, None], first.clamp(max=req_to_token.shape[1] - 1)]
+    page_table.copy_((tokens // page_size).where(begun, 0))
+
+
 def _gather_pages(rows: torch.Tensor, starts: torch.Tensor, page_size: int) -> torch.Tensor:
     """``[N, H, S, D]`` pages that begin at ``starts [N, H]`` of token rows ``[T, H, D]``."""
     token = starts[:, :, None] + torch.arange(page_size, device=starts.device)
     heads = torch.arange(rows.shape[1], device=starts.device)[None, :, None]
     return rows[token, heads]
+
+
+def _ranked(mask: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., width]`` int32 indices at which ``mask [..., N]`` holds, in ascending order, then -1."""
+    rank = torch.where(mask, mask.cumsum(-1) - 1, width).clamp(max=width)
+    index = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32).expand(mask.shape)
+    ranked = torch.full((*mask.shape[:-1], width + 1), -1, dtype=torch.int32, device=mask.device)
+    return ranked.scatter_(-1, rank, index)[..., :width]

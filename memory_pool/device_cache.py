@@ -1,22 +1,46 @@
-"""DeviceCache: the fixed budget of pages that each request keeps on the device."""
+"""DeviceCache: the pages that each request keeps on the device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from sglang_freekv import kernels
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The device cache of one layer.
+
+    Args:
+        keys, values: ``[R * C, S, H, D]``; row r owns slots ``r * C .. r * C + C - 1``.
+        slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 empty. The kv heads share a slot's memory but
+            each has its own page in it.
+        attended: ``[R, H, A]`` int32: slots, within the row, of the pages that the next step attends to, then -1.
+        previous_queries: ``[R, Hq, D]`` queries of the last step.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot_pages: torch.Tensor
+    attended: torch.Tensor
+    previous_queries: torch.Tensor
+
+    @property
+    def token_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as ``[R * C * S, H, D]``."""
+        return self.keys.flatten(0, 1), self.values.flatten(0, 1)
 
 
 class DeviceCache:
     """Slots, slot tables and previous queries of every row, for all retrieval layers.
 
-    A row belongs to one running request (SGLang's ``req_pool_idx``; row 0 is padding) and owns slots
-    ``row * C .. row * C + C - 1``. The kv heads share a slot's memory but each has its own page in it.
+    A row belongs to one running request (SGLang's ``req_pool_idx``; row 0 is padding).
 
     Args:
         num_layers: retrieval layers.
-        num_rows: rows, the padding row included.
+        num_rows: R, the padding row included.
         num_slots: C, slots per row.
+        num_attended: A, pages that one step attends to.
         kv_shape: ``(S, H, D)`` of one slot.
         num_query_heads: Hq.
     """
@@ -26,54 +50,56 @@ class DeviceCache:
         num_layers: int,
         num_rows: int,
         num_slots: int,
+        num_attended: int,
         kv_shape: tuple[int, int, int],
         num_query_heads: int,
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self.num_rows, self.num_slots = num_rows, num_slots
+        self.num_rows, self.num_slots, self.num_attended = num_rows, num_slots, num_attended
         self.page_size, self.num_kv_heads, head_dim = kv_shape
-        layers = range(num_layers)
-        self.keys = [torch.zeros((num_rows * num_slots, *kv_shape), dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.zeros_like(self.keys[0]) for _ in layers]
-        table = (num_rows, self.num_kv_heads, num_slots)
-        self.slot_pages = [torch.full(table, -1, dtype=torch.int32, device=device) for _ in layers]
-        self.previous_queries = [torch.zeros(num_rows, num_query_heads, head_dim, dtype=dtype, device=device) for _ in layers]
+
+        def slots() -> torch.Tensor:
+            return torch.zeros((num_rows * num_slots, *kv_shape), dtype=dtype, device=device)
+
+        def table(width: int) -> torch.Tensor:
+            return torch.full((num_rows, self.num_kv_heads, width), -1, dtype=torch.int32, device=device)
+
+        self.layers = [
+            LayerCache(
+                keys=slots(),
+                values=slots(),
+                slot_pages=table(num_slots),
+                attended=table(num_attended),
+                previous_queries=torch.zeros(num_rows, num_query_heads, head_dim, dtype=dtype, device=device),
+            )
+            for _ in range(num_layers)
+        ]
 
     @property
     def num_bytes(self) -> int:
-        tensors = (*self.keys, *self.values, *self.slot_pages, *self.previous_queries)
-        return sum(tensor.nbytes for tensor in tensors)
-
-    def slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[B, C]`` slots of ``rows [B]``."""
-        return rows[:, None] * self.num_slots + torch.arange(self.num_slots, device=rows.device)
-
-    def locate(self, layer: int, rows: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """``[B, H]`` slot in which each kv head of ``rows [B]`` keeps logical page ``pages [B]``; it must be resident."""
-        position = (self.slot_pages[layer][rows] == pages[:, None, None]).to(torch.int32).argmax(-1)
-        return rows[:, None] * self.num_slots + position
-
-    def append(self, layer: int, rows: torch.Tensor, seq_lens: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the new token of every row, ``[B, H, D]``, as position ``seq_lens - 1``."""
-        position = seq_lens - 1
-        slots = self.locate(layer, rows, position // self.page_size)
-        kernels.append_tokens(keys, values, slots, position % self.page_size, self.keys[layer], self.values[layer])
-
-    def attend(self, layer: int, queries: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of ``queries [B, Hq, D]`` over the resident pages of ``rows [B]``."""
-        return kernels.attend_pages(
-            queries, self.keys[layer], self.values[layer], self.slots(rows), self.slot_pages[layer][rows], seq_lens, scale
-        )
+        return sum(tensor.nbytes for layer in self.layers for tensor in vars(layer).values())
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if a kv head holds a page twice, or the kv heads of a row differ in how many they hold."""
-        for layer, table in enumerate(self.slot_pages):
-            ordered = table.sort(-1).values
-            twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1).any(-1)
-            held = (table >= 0).sum(-1)
-            uneven = (held != held[:, :1]).any(-1)
-            for fault, rows in (("a page twice", twice), ("kv heads of different occupancy", uneven)):
-                if rows[1:].any():
-                    bad = (rows[1:].nonzero().squeeze(1) + 1).tolist()
-                    raise RuntimeError(f"device cache, retrieval layer {layer}: {fault} in rows {bad[:8]}, expected none")
+        """Raise RuntimeError if a kv head holds a page twice, attends to a slot that is empty or twice to one, or the kv heads of
+        a row differ in how many pages they attend to."""
+        for index, layer in enumerate(self.layers):
+            listed = layer.attended[1:].long()
+            found = layer.slot_pages[1:].gather(2, listed.clamp(min=0))
+            count = (listed >= 0).sum(-1)
+            faults = {
+                "a page twice": _repeats(layer.slot_pages[1:]),
+                "a slot attended to twice": _repeats(listed),
+                "an empty slot attended to": ((listed >= 0) & (found < 0)).any(-1),
+                "kv heads that attend to different numbers of pages": count != count[:, :1],
+            }
+            for fault, where in faults.items():
+                if where.any():
+                    bad = (where.any(-1).nonzero().squeeze(1) + 1).tolist()
+                    raise RuntimeError(f"device cache, retrieval layer {index}: {fault} in rows {bad[:8]}, expected none")
+
+
+def _repeats(table: torch.Tensor) -> torch.Tensor:
+    """``[R, H]`` where a value of ``table [R, H, N]`` other than -1 occurs twice."""
+    ordered = table.sort(-1).values
+    return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)

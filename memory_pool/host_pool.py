@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import time
+import weakref
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from math import prod
+from mmap import mmap
 
 import torch
 
 from sglang_freekv.config import GIB
+from sglang_freekv.memory_pool import host_memory, pinned
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0
+MAX_THREADS = 16
+
+# the axes of [n_page, H, 2, S, D], outermost in memory first
+MEMORY_ORDER = {"hnd": (0, 1, 2, 3, 4), "nhd": (0, 2, 3, 1, 4)}
 
 
 class HostPool:
-    """Pages of all retrieval layers, HND (paper section 4.2): one (page, kv head) is one contiguous unit.
+    """Pages of all retrieval layers: ``layers`` are ``[n_page, H, 2, S, D]``, a (page, kv head) is the unit of recall.
 
     Which pages are free, and who owns the others, is known to SGLang's allocator and radix tree alone. A page is written
     whole, once, when its last token is known; page 0 is SGLang's padding page and is never written.
@@ -24,27 +35,39 @@ class HostPool:
         num_layers: retrieval layers.
         num_pages: pages, the padding page included.
         unit_shape: ``(H, 2, S, D)`` of one page.
-        pin: page-lock the memory for the device to read it.
+        pin: take the memory now and page-lock it for the device to read it; else it is taken as pages are written.
+        layout: how a page lies in memory: ``"hnd"``, a unit in one piece (paper section 4.2), or ``"nhd"``, ``[2, S, H, D]``.
 
     Raises:
-        RuntimeError: the system does not give the memory.
+        RuntimeError: the system does not give the memory; nothing stays pinned.
     """
 
-    def __init__(self, num_layers: int, num_pages: int, unit_shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
+    def __init__(
+        self, num_layers: int, num_pages: int, unit_shape: tuple[int, ...], dtype: torch.dtype, pin: bool, layout: str = "hnd"
+    ) -> None:
         self.layers: list[torch.Tensor] = []
-        said = time.monotonic()
-        for index in range(num_layers):
-            try:
-                self.layers.append(_allocate((num_pages, *unit_shape), dtype, pin))
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"--freekv-host-memory: the system gave {self.num_bytes / GIB:.1f} GiB of {'pinned ' * pin}host memory, for "
-                    f"{index} of {num_layers} layers, and then no more ({str(error).splitlines()[0]}); lower --freekv-host-memory, or "
-                    "raise the memory limit of the container and its memlock limit (ulimit -l)"
-                ) from error
-            if time.monotonic() - said > PROGRESS_S:
-                said = time.monotonic()
-                logger.info(f"host pool: {index + 1} of {num_layers} layers, {self.num_bytes / GIB:.1f} GiB {'pinned' * pin}")
+        self._addresses: list[int] = []
+        self._unpin = weakref.finalize(self, pinned.unpin, self._addresses)
+        shape = (num_pages, *unit_shape)
+        layer_bytes = prod(shape) * dtype.itemsize
+        num_bytes = num_layers * layer_bytes
+        memories: list[mmap] = []
+        try:
+            if pin:
+                _require(num_bytes)
+            for _ in range(num_layers):
+                memories.append(pinned.allocate(layer_bytes, huge=pin))
+            if pin:
+                self._pin(memories)
+        except Exception as error:
+            given = len(self._addresses if pin else memories)
+            self.close()
+            raise RuntimeError(
+                f"--freekv-host-memory: the system gave {given * layer_bytes / GIB:.1f} of {num_bytes / GIB:.1f} GiB of "
+                f"{'pinned ' * pin}host memory, for {given} of {num_layers} layers, and then no more ({_cause(error)}); "
+                f"{_remedy(error, num_bytes)}"
+            ) from error
+        self.layers += [_view(memory, shape, MEMORY_ORDER[layout], dtype) for memory in memories]
 
     @property
     def num_bytes(self) -> int:
@@ -61,12 +84,56 @@ class HostPool:
             if layer[0].count_nonzero():
                 raise RuntimeError(f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros")
 
+    def close(self) -> None:
+        """Unpin and give up the layers, once; a pool that is collected, or alive at exit, is unpinned all the same."""
+        self._unpin()
+        self.layers.clear()
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """Zeroed host memory, page-locked in place: torch's own pinned allocator would round up to a power of two."""
-    tensor = torch.zeros(shape, dtype=dtype)
-    if pin:
-        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cudaHostRegister of {tensor.nbytes / GIB:.1f} GiB: {torch.cuda.cudart().cudaGetErrorString(status)}")
-    return tensor
+    def _pin(self, memories: list[mmap]) -> None:
+        """Pin the layers side by side, one to a thread; ``_addresses`` tells how far it is."""
+        started = time.monotonic()
+        threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+        workers, device = ThreadPoolExecutor(threads), torch.cuda.current_device()
+        try:
+            pending = {workers.submit(self._pin_layer, memory, device) for memory in memories}
+            while pending:
+                done, pending = wait(pending, PROGRESS_S, FIRST_EXCEPTION)
+                for layer in done:
+                    layer.result()
+                if pending:
+                    count = len(self._addresses)
+                    logger.info(f"host pool: {count} of {len(memories)} layers, {count * len(memories[0]) / GIB:.1f} GiB pinned")
+        finally:
+            workers.shutdown(cancel_futures=True)
+        gib, seconds = sum(map(len, memories)) / GIB, time.monotonic() - started
+        logger.info(f"host pool: {gib:.1f} GiB pinned in {seconds:.1f} s by {threads} threads")
+
+    def _pin_layer(self, memory: mmap, device: int) -> None:
+        torch.cuda.set_device(device)  # a new thread is on device 0, and would make a context there
+        self._addresses.append(pinned.pin(memory))
+
+
+def _view(memory: mmap, shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """``memory`` as a tensor of ``shape`` whose axes lie in it as ``order`` says."""
+    laid_out = torch.frombuffer(memory, dtype=dtype).view([shape[axis] for axis in order])
+    return laid_out.permute([order.index(axis) for axis in range(len(order))])
+
+
+def _require(num_bytes: int) -> None:
+    """Raise MemoryError if so much is not to be had: beyond the limit of a cgroup the kernel kills who writes, without a word."""
+    available = host_memory.available_bytes()
+    if num_bytes > available:
+        raise MemoryError(f"{available / GIB:.1f} GiB are available")
+
+
+def _cause(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _remedy(error: Exception, num_bytes: int) -> str:
+    """What to do about ``error``, met on the way to ``num_bytes``."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if isinstance(error, pinned.PinError) and limit != resource.RLIM_INFINITY and limit < num_bytes:
+        return f"`ulimit -l` is {limit // 1024} KiB, so try `ulimit -l unlimited`, or `--ulimit memlock=-1` of docker"
+    left = host_memory.available_bytes() / GIB
+    return f"lower --freekv-host-memory, or raise the memory limit of the container ({left:.1f} GiB are left)"

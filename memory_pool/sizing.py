@@ -54,13 +54,14 @@ class Sizing:
     @property
     def row_bytes(self) -> int:
         """Slots, slot tables and previous queries of one request."""
-        shape, slots = self.shape, self.config.budget_pages
-        kv = slots * self.config.page_size * shape.layer_token_bytes
-        return shape.retrieval_layers * (kv + 4 * shape.kv_heads * slots + shape.query_heads * shape.head_dim * shape.element_bytes)
+        shape, config = self.shape, self.config
+        kv = config.cache_tokens * shape.layer_token_bytes
+        tables = 4 * shape.kv_heads * (config.cache_pages + config.pages.total)
+        return shape.retrieval_layers * (kv + tables + shape.query_heads * shape.head_dim * shape.element_bytes)
 
     @property
     def staging_bytes(self) -> int:
-        """Two context buffers for the longest prefix."""
+        """Two context buffers for the longest context."""
         return 2 * self.context_len * self.shape.layer_token_bytes
 
     def tokens(self, host_bytes: int, device_bytes: int, max_rows: int | None) -> int:

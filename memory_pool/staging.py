@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_freekv import kernels
+from sglang_freekv.batch import ExtendBatch
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
@@ -13,32 +14,48 @@ class Staging:
     """Two context buffers, ``[prefix | new]`` of every request in token rows (NHD): one is computed on, one is being filled.
 
     The transfer stream orders their reuse: the offload of layer l is queued before the staging of layer l + 2.
+
+    Args:
+        host: what is streamed.
+        tokens: rows of a buffer, the longest context of a batch.
+        kv_shape: ``(H, D)``.
+        stream: where it is streamed.
     """
 
-    def __init__(self, host: HostPool, kv_shape: tuple[int, int], dtype: torch.dtype, device: str, stream: TransferStream) -> None:
-        self.host, self.kv_shape, self.dtype, self.device, self.stream = host, kv_shape, dtype, device, stream
-        self.buffers: list[torch.Tensor] = []
+    def __init__(
+        self, host: HostPool, tokens: int, kv_shape: tuple[int, int], dtype: torch.dtype, device: str, stream: TransferStream
+    ) -> None:
+        self.host, self.tokens, self.stream = host, tokens, stream
+        self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
+        self.batch: ExtendBatch | None = None
         self.in_flight: Handle | None = None
-        self.batch = None
 
-    def context(self, layer: int, batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[sum(key_lens), H, D]`` of ``batch`` with the prefixes in place; begins the next layer's."""
-        if batch is not self.batch:
-            self.batch, self.in_flight = batch, None  # the handle of the last batch keeps its buffers alive
-            shape = (2, sum(batch.key_lens), *self.kv_shape)
-            self.buffers = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
-            self._begin(layer)
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def begin(self, batch: ExtendBatch) -> None:
+        """Start on ``batch``: its first layer's prefixes are on their way when this returns.
+
+        Raises:
+            RuntimeError: contexts that do not fit a buffer together.
+        """
+        if (tokens := sum(batch.key_lens)) > self.tokens:
+            raise RuntimeError(f"an extend batch has {tokens} tokens of context, expected at most the {self.tokens} of a context buffer")
+        self.batch = batch
+        self._stream(0)
+
+    def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[sum(key_lens), H, D]`` of ``layer`` with the prefixes in place; begins the next layer's."""
         self.in_flight.wait()
-        buffer = self.buffers[layer % 2]
         if layer + 1 < len(self.host.layers):
-            self._begin(layer + 1)
-        else:
-            self.batch, self.buffers = None, []
-        return buffer.unbind(0)
+            self._stream(layer + 1)
+        keys, values = self.buffers[layer % 2]
+        tokens = sum(self.batch.key_lens)
+        return keys[:tokens], values[:tokens]
 
-    def _begin(self, layer: int) -> None:
-        batch, (keys, values) = self.batch, self.buffers[layer % 2]
-        pages = self.host.layers[layer]
+    def _stream(self, layer: int) -> None:
+        batch, pages, (keys, values) = self.batch, self.host.layers[layer], self.buffers[layer % 2]
         self.in_flight = self.stream.submit(
             lambda: kernels.stage_pages(pages, batch.prefix_pages, batch.prefix_starts, keys, values)
         )

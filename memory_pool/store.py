@@ -31,21 +31,25 @@ class Store:
         shape: KVShape,
         num_tokens: int,
         num_rows: int,
+        staging_tokens: int,
         digest_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: str,
         stream: TransferStream,
     ) -> Store:
-        """Allocate for ``num_tokens`` tokens of host KV and ``num_rows`` requests, plus SGLang's padding page and row."""
+        """Allocate for ``num_tokens`` tokens of host KV, ``num_rows`` requests and contexts of ``staging_tokens`` in one extend,
+        plus SGLang's padding page and row."""
         layers, heads, dim, size = shape.retrieval_layers, shape.kv_heads, shape.head_dim, config.page_size
         num_pages = num_tokens // size + 1
-        on_device = torch.device(device).type != "cpu"
-        host = HostPool(layers, num_pages, (heads, 2, size, dim), dtype, pin=on_device)
+        pin = torch.device(device).type != "cpu"
+        host = HostPool(layers, num_pages, (heads, 2, size, dim), dtype, pin, config.host_layout)
         return cls(
             host=host,
             digests=DigestPool(layers, (num_pages, heads, *digest_shape), dtype, device),
-            cache=DeviceCache(layers, num_rows + 1, config.budget_pages, (size, heads, dim), shape.query_heads, dtype, device),
-            staging=Staging(host, (heads, dim), dtype, device, stream),
+            cache=DeviceCache(
+                layers, num_rows + 1, config.cache_pages, config.pages.total, (size, heads, dim), shape.query_heads, dtype, device
+            ),
+            staging=Staging(host, staging_tokens, (heads, dim), dtype, device, stream),
         )
 
     def check_integrity(self, host_pages: torch.Tensor, policy) -> None:

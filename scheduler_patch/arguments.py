@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.scheduler_patch import cpu, refusals
@@ -59,6 +59,13 @@ FLAGS = {
         f"attends, not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, "
         "below -1 never.",
     },
+    "freekv_device_cache": {
+        "type": int,
+        "metavar": "TOKENS",
+        "help": "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. What one step "
+        "attends to is still the budget; pages beyond it need no recall when they are selected again. Raise it if /metrics shows "
+        "many misses and device memory allows: every request takes that much more.",
+    },
     "freekv_dense_layers": {
         "nargs": "+",
         "metavar": "LAYERS",
@@ -72,6 +79,16 @@ FLAGS = {
         f"{host_memory.SHARE['cuda']:.0%}% of what this machine and its cgroup have available, over the ranks on this machine "
         f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory).",
     },
+    "freekv_recall": {
+        "choices": RECALLS,
+        "help": f"How missing pages come from the host. Default: {DEFAULTS.recall}, read by the device's own kernels inside the decode "
+        "graph. copy-engine: the paper's streamed copies, one for each page and kv head, without a decode graph; to be measured against.",
+    },
+    "freekv_host_layout": {
+        "choices": HOST_LAYOUTS,
+        "help": f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}, a kv head's keys and values in one piece. nhd: "
+        "as on the device, so that recall reads single token rows; to be measured against.",
+    },
 }
 
 
@@ -84,8 +101,11 @@ class Options:
     freekv_sink: int | None = None
     freekv_window: int | None = None
     freekv_tau: float | None = None
+    freekv_device_cache: int | None = None
     freekv_dense_layers: Any = None
     freekv_host_memory: float | None = None
+    freekv_recall: str | None = None
+    freekv_host_layout: str | None = None
 
 
 NAMES = tuple(field.name for field in fields(Options))
@@ -164,9 +184,14 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
         if asked.grammar_backend is None:
             logger.warning("--device cpu: structured output is off, because SGLang 0.5.17 masks logits on GPUs only")
             kwargs["grammar_backend"] = "none"
-    else:
-        logger.warning("--kv-retrieval freekv: this release runs its PyTorch reference kernels eagerly on a GPU: right, but not fast")
-    kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_cuda_graph=True)
+    kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_prefill_cuda_graph=True)
+    if asked.device == "cpu" or config.recall == "copy-engine":  # its copies are issued by a host that has read the list of misses
+        if asked.cuda_graph_backend_decode == "full":
+            raise Refusal(
+                f"--cuda-graph-backend-decode full: there is no decode graph with --device cpu or --freekv-recall copy-engine; leave it "
+                "out, or use --device cuda and --freekv-recall zero-copy"
+            )
+        kwargs.update(disable_decode_cuda_graph=True)
     return config
 
 
@@ -204,15 +229,19 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
         sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens),
         window_tokens=edge("freekv_window", DEFAULTS.window_tokens),
         tau=_number("freekv_tau", options.freekv_tau, DEFAULTS.tau),
+        device_cache_tokens=_tokens("freekv_device_cache", options.freekv_device_cache, None),
         dense_layers=_layers(options.freekv_dense_layers),
         host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),
         page_size=page_size,
+        recall=options.freekv_recall or DEFAULTS.recall,
+        host_layout=options.freekv_host_layout or DEFAULTS.host_layout,
     )
 
 
-def _tokens(name: str, value: int | None, default: int) -> int:
+def _tokens(name: str, value: int | None, default: int | None) -> int | None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {default}")
+        example = DEFAULTS.budget_tokens if default is None else default
+        raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {example}")
     return default if value is None else value
 
 

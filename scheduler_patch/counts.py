@@ -40,7 +40,7 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     pool = processor.token_to_kv_pool_allocator.get_kvcache()
     if req.customized_info is None:
         req.customized_info = {}
-    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.budget_pages))
+    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total))
     pool.totals.add(counts.update(tuple(step.rows[i].tolist()), req.seqlen, step.decoded))
 
 

@@ -16,7 +16,10 @@ from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 OFF = "or use --kv-retrieval none"
 ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
 OWN_BACKEND = "only FreeKV's own attention backend reads the retrieved pages; leave it out"
-EAGER = "FreeKV runs decode and prefill eagerly in this version; leave it out"
+NO_COMPILE = "FreeKV's decode graph is captured, not compiled; leave it out"
+EAGER_PREFILL = "FreeKV streams prefixes beside an eager prefill; leave it out"
+GRAPH_FLAGS = "--cuda-graph-backend-decode, --cuda-graph-bs-decode or --cuda-graph-max-bs-decode"
+ONE_GRAPH = "FreeKV's decode step is one full graph, or none; use --cuda-graph-backend-decode full or disabled"
 ON_HOST = f"it reads or moves KV on the GPU, and FreeKV's is in host memory; leave it out, {OFF}"
 NO_DECODE = "nothing is decoded, so there is nothing to retrieve; use --kv-retrieval none"
 ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave it out"
@@ -65,10 +68,11 @@ FLAGS = (
     Flag("enable_dsa_prefill_context_parallel", (False,), ONE_RANK),
     Flag("enable_two_batch_overlap", (False,), ONE_BATCH),
     Flag("enable_pdmux", (False,), ONE_BATCH),
-    Flag("enable_torch_compile", (False,), EAGER),
-    Flag("cuda_graph_backend_decode", (None, "disabled"), EAGER),
-    Flag("cuda_graph_backend_prefill", (None, "disabled"), EAGER),
-    Flag("cuda_graph_config", (None, {}), EAGER),
+    Flag("enable_torch_compile", (False,), NO_COMPILE),
+    Flag("cuda_graph_backend_decode", (None, "full", "disabled"), ONE_GRAPH),
+    Flag("debug_cuda_graph", (False,), ONE_GRAPH),
+    Flag("cuda_graph_backend_prefill", (None, "disabled"), EAGER_PREFILL),
+    Flag("cuda_graph_config", (None, {}), f"which graphs there are is FreeKV's choice; use {GRAPH_FLAGS}"),
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
     Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),

@@ -9,6 +9,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
@@ -32,15 +33,19 @@ class FreeKVAttnBackend(AttentionBackend):
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self.batch: DecodeBatch | None = None
+        self.page_table: torch.Tensor | None = None
+        model_runner.capture_tail_hooks.append(self._join)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Snapshot what all layers of this forward share: the scheduler may rewrite its tables while the layers run."""
+        """Of a forward pass without a graph: snapshot what all layers share, for the scheduler may rewrite its tables while the
+        layers run."""
         self.dense.init_forward_metadata(forward_batch)
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
-        rows, seq_lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
-        page_table = self._page_table(rows, int(forward_batch.seq_lens_cpu.max()))
+        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
+        page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
         if mode.is_decode():
             self.batch = DecodeBatch(rows, seq_lens, page_table)
         else:
@@ -51,12 +56,49 @@ class FreeKVAttnBackend(AttentionBackend):
                 list(forward_batch.extend_seq_lens_cpu),
                 self.token_to_kv_pool.page_size,
             )
+            self.retrieval.prepare_extend(self.batch)
 
-    def _page_table(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
-        """``[B, P]`` host page of each logical page, up to the page that the next token may begin."""
-        size = self.token_to_kv_pool.page_size
-        first_slots = self.req_to_token_pool.req_to_token[rows, : longest + 1 : size]
-        return first_slots.long() // size
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        device = self.req_to_token_pool.req_to_token.device
+        self.page_table = torch.zeros((max_bs, self._most_pages), dtype=torch.int32, device=device)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.dense.get_cuda_graph_seq_len_fill_value()
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a decode graph is captured or replayed: the snapshot goes where the graph reads it."""
+        self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
+        self.retrieval.complete_all_transfers()  # of passes without a graph; a graph leaves none
+        size = forward_batch.batch_size
+        rows, seq_lens = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
+        self._snapshot(rows, seq_lens, self.page_table[:size])
+        if in_capture:
+            self.batch = DecodeBatch(rows, seq_lens, self.page_table[:size])
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        self.dense.init_forward_metadata_in_graph(forward_batch)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.dense.on_after_cuda_graph_warmup()
+
+    def _join(self, runner, output, forward_batch: ForwardBatch, num_tokens: int) -> None:
+        """Behind the logits, in the graph: what runs beside the computation ends with it."""
+        self.retrieval.complete_all_transfers()
+
+    def _pages(self, tokens: int) -> int:
+        """Pages of a context, and the one that the next token may begin."""
+        return tokens // self.token_to_kv_pool.page_size + 1
+
+    @property
+    def _most_pages(self) -> int:
+        """Width of the page table on a GPU: a kernel is compiled for it, and a graph captured with it."""
+        return self._pages(self.req_to_token_pool.req_to_token.shape[1])
+
+    def _snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
+        """Host page of each logical page into ``page_table [B, P]``."""
+        kernels.snapshot_pages(self.req_to_token_pool.req_to_token, rows, seq_lens, page_table, self.token_to_kv_pool.page_size)
+        return page_table
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
         """Attention of one new token per request, ``[B, Hq * D]``."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
+RECALLS = ("zero-copy", "copy-engine")
+HOST_LAYOUTS = ("hnd", "nhd")
 
 
 class Refusal(ValueError):
@@ -14,6 +17,18 @@ class Refusal(ValueError):
 
     The message is one line, names the flag as the user typed it, and says what to use instead.
     """
+
+
+class PageBudget(NamedTuple):
+    """How the pages that one decode step attends to divide."""
+
+    sink: int
+    selected: int
+    window: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -27,9 +42,13 @@ class FreeKVConfig:
         window_tokens: last tokens of the context (the partial last page included), always attended to.
         tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
             (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is.
+        device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
+            what a step attends to need no recall when they are selected again. None is the budget.
         dense_layers: layers whose KV is not compressed and stays on the device in full.
         host_memory_gib: host memory for the KV pool of one rank in GiB; None takes the documented share.
         page_size: tokens per page, SGLang's ``--page-size``.
+        recall: a key of ``RECALLS``: how missing pages come from the host.
+        host_layout: a key of ``HOST_LAYOUTS``: order of a page's axes in host memory.
 
     Raises:
         Refusal: a value outside its range, or one that is not a whole number of pages.
@@ -40,9 +59,12 @@ class FreeKVConfig:
     sink_tokens: int = 512
     window_tokens: int = 512
     tau: float = 0.9
+    device_cache_tokens: int | None = None
     dense_layers: tuple[int, ...] = (0,)
     host_memory_gib: float | None = None
     page_size: int = DEFAULT_PAGE_SIZE
+    recall: str = "zero-copy"
+    host_layout: str = "hnd"
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -66,6 +88,15 @@ class FreeKVConfig:
                 f"--freekv-budget {self.budget_tokens}: expected more than --freekv-sink {self.sink_tokens} + "
                 f"--freekv-window {self.window_tokens}, or nothing is left to select; use --freekv-budget {need} or more"
             )
+        if self.cache_tokens < self.budget_tokens or self.cache_tokens % self.page_size:
+            nearest = max(self.budget_tokens, round(self.cache_tokens / self.page_size) * self.page_size)
+            raise Refusal(
+                f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
+                f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
+            )
+        for name, value, allowed in (("recall", self.recall, RECALLS), ("host-layout", self.host_layout, HOST_LAYOUTS)):
+            if value not in allowed:
+                raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
         if self.tau != self.tau:
             raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
         if any(layer < 0 for layer in self.dense_layers):
@@ -79,19 +110,16 @@ class FreeKVConfig:
             )
 
     @property
-    def budget_pages(self) -> int:
-        """Pages attended to in one step, which is also the number of device slots of a request."""
-        return self.budget_tokens // self.page_size
+    def pages(self) -> PageBudget:
+        """The budget in pages."""
+        sink, window, total = (tokens // self.page_size for tokens in (self.sink_tokens, self.window_tokens, self.budget_tokens))
+        return PageBudget(sink, total - sink - window, window)
 
     @property
-    def sink_pages(self) -> int:
-        return self.sink_tokens // self.page_size
+    def cache_tokens(self) -> int:
+        return self.budget_tokens if self.device_cache_tokens is None else self.device_cache_tokens
 
     @property
-    def window_pages(self) -> int:
-        return self.window_tokens // self.page_size
-
-    @property
-    def selected_pages(self) -> int:
-        """Pages chosen by score in one step, per request and kv head."""
-        return self.budget_pages - self.sink_pages - self.window_pages
+    def cache_pages(self) -> int:
+        """Device slots of a request: C."""
+        return self.cache_tokens // self.page_size

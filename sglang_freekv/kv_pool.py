@@ -7,7 +7,10 @@ import logging
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_freekv import kernels
 from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import make_stream
@@ -64,9 +67,23 @@ class FreeKVPool(MHATokenToKVPool):
         self._init_data_ptrs_and_strides()
         policy, stream = POLICIES[self.config.method](self.config), make_stream(self.device)
         self.store = Store.build(
-            self.config, self.shape, self.size, self.num_rows, policy.digest_shape(self.head_dim), self.dtype, self.device, stream
+            self.config,
+            self.shape,
+            self.size,
+            self.num_rows,
+            self.staging_tokens,
+            policy.digest_shape(self.head_dim),
+            self.dtype,
+            self.device,
+            stream,
         )
-        self.retrieval = Retrieval(self.config, policy, self.store, stream)
+        recall = kernels.recall_pages
+        if self.config.recall == "copy-engine":
+            recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
+        on_gpu = torch.device(self.device).type == "cuda"
+        heads = (self.shape.query_heads, self.head_num, self.head_dim)
+        attention = FlashInferExtend(*heads, self.dtype, self.device) if on_gpu else ReferenceExtend()
+        self.retrieval = Retrieval(self.config, policy, self.store, stream, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:
         if layer_id in self.retrieval_index:
@@ -100,6 +117,9 @@ class FreeKVPool(MHATokenToKVPool):
             "budget_tokens": self.config.budget_tokens,
             "sink_tokens": self.config.sink_tokens,
             "window_tokens": self.config.window_tokens,
+            "device_cache_tokens": self.config.cache_tokens,
+            "recall": self.config.recall,
+            "host_layout": self.config.host_layout,
             "tau": self.config.tau,
             "page_size": self.page_size,
             "dense_layers": list(self.config.dense_layers),
@@ -109,6 +129,8 @@ class FreeKVPool(MHATokenToKVPool):
             "digest_bytes": self.store.digests.num_bytes,
             "device_rows": self.num_rows,
             "device_cache_bytes": self.store.cache.num_bytes,
+            "staging_tokens": self.store.staging.tokens,
+            "staging_bytes": self.store.staging.num_bytes,
             "dense_bytes": sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)),
         }
 
@@ -118,9 +140,10 @@ class FreeKVPool(MHATokenToKVPool):
         gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
         return (
             f"KV retrieval is on: {config.method}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
-            f"selected {config.selected_pages * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
+            f"selected {config.pages.selected * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
             f"tau {config.tau:g}; host pool {gib['host_bytes']} for {self.size} tokens; "
-            f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests; "
+            f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
+            f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"
         )
 

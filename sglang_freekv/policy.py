@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import FreeKVConfig, PageBudget
 
 
 class RetrievalPolicy(Protocol):
@@ -24,11 +25,14 @@ class RetrievalPolicy(Protocol):
     def digest(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int):
         """Write the digests of full pages."""
 
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, page_table: torch.Tensor, first: int, last: torch.Tensor):
-        """``[B, H, P]`` float32 scores of candidate pages, higher is better, -inf where a page is no candidate."""
+    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor | None) -> torch.Tensor:
+        """``[B, Hq, P]`` float32 logits of candidate pages, higher is better: of the kv heads ``turned [B, H]``, or of all for the
+        next step."""
 
-    def needs_correction(self, queries: torch.Tensor, previous: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """``[B, H]`` bool: kv heads for which the pages chosen a step ago will not do."""
+    def needs_correction(
+        self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
+    ) -> torch.Tensor:
+        """``[B, H]`` bool: kv heads for which the pages chosen a step ago will not do; ``previous`` becomes ``queries``."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,13 @@ class FreeKV:
     """FreeKV (ICLR 2026): min-max digests, group-mean softmax scores, correction by query similarity.
 
     Args:
+        budget: sink and window bound the candidates.
+        page_size: S.
         tau: correction threshold (section 3.3).
     """
 
+    budget: PageBudget
+    page_size: int
     tau: float
 
     def digest_shape(self, head_dim: int) -> tuple[int, ...]:
@@ -47,13 +55,15 @@ class FreeKV:
     def digest(self, keys, starts, host_pages, digests, page_size) -> None:
         kernels.digest_pages(keys, starts, host_pages, digests, page_size)
 
-    def score(self, queries, digests, page_table, first, last) -> torch.Tensor:
-        return kernels.score_pages(queries, digests, page_table, first, last)
+    def score(self, queries, digests, batch, turned) -> torch.Tensor:
+        return kernels.score_pages(
+            queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, turned, self.page_size
+        )
 
-    def needs_correction(self, queries, previous, num_kv_heads) -> torch.Tensor:
-        return kernels.needs_correction(queries, previous, num_kv_heads, self.tau)
+    def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
+        return kernels.needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads)
 
 
 POLICIES: dict[str, Callable[[FreeKVConfig], RetrievalPolicy]] = {
-    "freekv": lambda config: FreeKV(tau=config.tau),
+    "freekv": lambda config: FreeKV(config.pages, config.page_size, config.tau),
 }

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from serving import STOCK, TestServer, freekv, start_all, stop_all
+
+from sglang_freekv import kernels
+
+if not torch.cuda.is_available():  # what is declared now runs under Triton's interpreter; servers started later know nothing of it
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        for module in pkgutil.iter_modules(kernels.__path__):
+            import_module(f"{kernels.__name__}.{module.name}")
+        import_module("triton.experimental.gluon.language")  # the interpreter does so at its first launch
+
+from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
-import torch.nn.functional as F
+from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, expected_step
 
-from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.memory_pool.sizing import KVShape
-from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.policy import FreeKV
-from sglang_freekv.retrieval import CORRECTED, RECALLED, Retrieval
+from sglang_freekv.retrieval import Retrieval
 
 torch.set_num_threads(1)
-LAYERS, HEADS, GROUP, DIM = 3, 2, 3, 8
 
 
 class DeferredStream:
@@ -38,127 +32,6 @@ class _Deferred:
     def wait(self) -> None:
         while any(work is self.work for work in self.stream.queue):
             self.stream.queue.pop(0)()
-
-
-@dataclass
-class Request:
-    """One request with all its queries, keys and values known beforehand."""
-
-    prompt: int
-    total: int
-    row: int
-    pages: torch.Tensor
-    generator: torch.Generator
-    tokens: int = 0
-    speculative: dict = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        def walk(heads: int) -> torch.Tensor:
-            steps = torch.randn(LAYERS, self.total, heads, DIM, generator=self.generator)
-            return 0.6 * steps + torch.randn(LAYERS, 1, heads, DIM, generator=self.generator)
-
-        self.q, self.k, self.v = walk(HEADS * GROUP), walk(HEADS), walk(HEADS)
-
-
-def attend(request: Request, layer: int, head: int, position: int, tokens: list[int]) -> torch.Tensor:
-    q = request.q[layer, position].view(HEADS, GROUP, DIM)[head]
-    k, v = request.k[layer, tokens, head], request.v[layer, tokens, head]
-    return (q @ k.T / DIM**0.5).softmax(-1) @ v
-
-
-def choose(config: FreeKVConfig, request: Request, layer: int, head: int, position: int, tokens: int) -> set[int]:
-    """Pages chosen by the query at ``position`` among the candidates of a context of ``tokens`` tokens."""
-    size = config.page_size
-    last = -(-tokens // size) - config.window_pages
-    candidates = list(range(config.sink_pages, last))
-    if not candidates:
-        return set()
-    keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.sink_pages :]
-    q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
-    scores = torch.maximum(q * keys.amax(1), q * keys.amin(1)).sum(-1) / DIM**0.5
-    pooled = scores.softmax(-1).mean(0)
-    return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.selected_pages].tolist()}
-
-
-def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[torch.Tensor, int]:
-    """Output of one decode step of one layer, and how many kv heads were corrected."""
-    n, size, corrected, outputs = request.tokens, config.page_size, 0, []
-    for head in range(HEADS):
-        now, before = (request.q[layer, n - back].view(HEADS, GROUP, DIM)[head] for back in (1, 2))
-        chosen = request.speculative.get((layer, head))
-        if n == request.prompt + 1:
-            chosen = choose(config, request, layer, head, n - 2, n)
-        if F.cosine_similarity(now, before, dim=-1).mean() < config.tau:
-            chosen, corrected = choose(config, request, layer, head, n - 1, n), corrected + 1
-        pages = -(-n // size)
-        attended = {p for p in range(pages) if p < config.sink_pages or p >= pages - config.window_pages} | chosen
-        tokens = [t for p in sorted(attended) for t in range(p * size, min((p + 1) * size, n))]
-        outputs.append(attend(request, layer, head, n - 1, tokens))
-        request.speculative[layer, head] = choose(config, request, layer, head, n - 1, n + 1)
-    return torch.cat(outputs), corrected
-
-
-class Engine:
-    """A retrieval engine and the requests it serves."""
-
-    def __init__(self, config: FreeKVConfig, prompts: list[int], steps: int, stream, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, 2 * DIM, 4)
-        self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
-        store = Store.build(config, shape, 400 * config.page_size, 8, (2, DIM), torch.float32, "cpu", stream)
-        self.retrieval = Retrieval(config, FreeKV(config.tau), store, stream)
-        rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
-        self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
-
-    def admit(self, prompt: int, total: int, row: int) -> Request:
-        count = total // self.config.page_size + 2
-        pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return Request(prompt, total, row, pages, self.generator)
-
-    def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(len(request.pages) for request in requests)
-        table = torch.stack([F.pad(request.pages, (0, width - len(request.pages))) for request in requests])
-        return torch.tensor([request.row for request in requests]), table
-
-    def extend(self, requests: list[Request], upto: list[int]) -> list[torch.Tensor]:
-        rows, table = self._tensors(requests)
-        spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
-        batch = ExtendBatch.build(rows, table, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.config.page_size)
-        outputs = [
-            self.retrieval.extend(
-                layer, *(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans]) for x in "qkv"), batch, DIM**-0.5
-            )
-            for layer in range(LAYERS)
-        ]
-        for request, _, end in spans:
-            request.tokens = end
-        return outputs
-
-    def decode(self, requests: list[Request]) -> list[torch.Tensor]:
-        rows, table = self._tensors(requests)
-        for request in requests:
-            request.tokens += 1
-        batch = DecodeBatch(rows, torch.tensor([request.tokens for request in requests]), table)
-        return [
-            self.retrieval.decode(
-                layer, *(torch.stack([getattr(r, x)[layer, r.tokens - 1] for r in requests]) for x in "qkv"), batch, DIM**-0.5
-            )
-            for layer in range(LAYERS)
-        ]
-
-    def run(self, steps: int) -> torch.Tensor:
-        self.extend(self.requests, [request.prompt for request in self.requests])
-        return torch.stack([torch.stack(self.decode(self.requests)) for _ in range(steps)])
-
-
-CONFIGS = {
-    "tight": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
-    "one-page-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=4, page_size=4, tau=0.8, dense_layers=()),
-    "no-sink": FreeKVConfig(budget_tokens=24, sink_tokens=0, window_tokens=16, page_size=8, tau=0.7, dense_layers=()),
-    "one-token-pages": FreeKVConfig(budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.5, dense_layers=()),
-    "always-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=2, dense_layers=()),
-    "never-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=-2, dense_layers=()),
-}
 
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
@@ -238,13 +111,14 @@ def test_recall_after_offload_is_bit_exact():
     request, retrieval = engine.requests[0], engine.retrieval
     for layer in range(LAYERS):
         retrieval.complete_transfers(layer)
-        slot_pages = retrieval.cache.slot_pages[layer][request.row]
+        cache = retrieval.cache.layers[layer]
+        slot_pages = cache.slot_pages[request.row]
         for head in range(HEADS):
             for slot, page in enumerate(slot_pages[head].tolist()):
                 if 0 <= page < request.tokens // 4:
                     here = slice(page * 4, page * 4 + 4)
                     unit = retrieval.host.layers[layer][request.pages[page], head]
-                    resident = retrieval.cache.keys[layer][request.row * retrieval.cache.num_slots + slot, :, head]
+                    resident = cache.keys[request.row * retrieval.cache.num_slots + slot, :, head]
                     assert torch.equal(unit[0], request.k[layer, here, head]) and torch.equal(unit[1], request.v[layer, here, head])
                     assert torch.equal(resident, request.k[layer, here, head])
 
@@ -261,16 +135,23 @@ def test_the_digest_check_tells_corruption_from_nan():
         store.check_integrity(pages, policy)
 
 
-@pytest.mark.parametrize("damage", ["a page twice", "different occupancy", "padding page"])
+@pytest.mark.parametrize("damage", ["a page twice", "different numbers", "empty slot", "slot attended to twice", "padding page"])
 def test_broken_invariants_are_found(damage):
     engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream())
     engine.run(steps=8)
     store, row = engine.retrieval.store, engine.requests[0].row
     store.check_integrity(engine.requests[0].pages[:25], engine.retrieval.policy)
+    cache = store.cache.layers[0]
     if damage == "padding page":
         store.host.layers[2][0, 0, 1, 2, 3] = 1
+    elif damage == "a page twice":
+        cache.slot_pages[row, 1, 4] = cache.slot_pages[row, 1, 5]
+    elif damage == "empty slot":
+        cache.slot_pages[row, 1, 4] = -1
+    elif damage == "slot attended to twice":
+        cache.attended[row, 1, 4] = cache.attended[row, 1, 5]
     else:
-        store.cache.slot_pages[0][row, 1, 4] = store.cache.slot_pages[0][row, 1, 5] if damage == "a page twice" else -1
+        cache.attended[row, 1, 9] = -1
     with pytest.raises(RuntimeError, match=damage):
         store.check_integrity(engine.requests[0].pages[:25], engine.retrieval.policy)
 
@@ -280,13 +161,13 @@ def _without_waiting_for_transfers(retrieval: Retrieval) -> None:
 
 
 def _without_waiting_for_staging(retrieval: Retrieval) -> None:
-    staging, begin = retrieval.store.staging, retrieval.store.staging._begin
+    staging, stream = retrieval.store.staging, retrieval.store.staging._stream
 
-    def begin_unordered(layer: int) -> None:
-        begin(layer)
+    def stream_unordered(layer: int) -> None:
+        stream(layer)
         staging.in_flight = type("Ignored", (), {"wait": lambda self: None})()
 
-    staging._begin = begin_unordered
+    staging._stream = stream_unordered
 
 
 @pytest.mark.parametrize("remove_edge", [_without_waiting_for_transfers, _without_waiting_for_staging])

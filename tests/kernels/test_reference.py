@@ -1,4 +1,4 @@
-"""The reference kernels: movers by the three-way check, the plan of slots by its properties."""
+"""The reference kernels: movers by the three-way check, plans by their properties, scores by what they bound."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from sglang_freekv import kernels
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels import HITS, RECALLED, Misses
+from sglang_freekv.kernels.reference import select_pages
 
 H, D, S = 2, 8, 4
 
@@ -15,21 +18,21 @@ def seed():
     torch.manual_seed(0)
 
 
-def test_recall_moves_what_was_asked_and_nothing_else():
+def test_recall_moves_what_was_asked_and_nothing_else_and_empties_the_list():
     host = torch.randn(9, H, 2, S, D)
     keys, values = torch.randn(10, S, H, D), torch.randn(10, S, H, D)
     before, source = (keys.clone(), values.clone()), host.clone()
-    host_pages = torch.tensor([[[3, -1, 7], [-1, 5, -1]], [[-1, -1, -1], [1, 3, 8]]])
-    slots = torch.tensor([[[0, 1, 2], [0, 1, 2]], [[6, 7, 8], [6, 7, 8]]])
-    kernels.recall_pages(host, host_pages, slots, keys, values)
+    units = [(3, 0, 0), (7, 0, 2), (5, 1, 1), (1, 1, 6), (3, 1, 7), (8, 1, 8)]
+    misses = Misses.allocate(20, "cpu")
+    misses.extend(*torch.tensor(units).T)
+    kernels.recall_pages(host, misses, keys, values)
     moved = torch.zeros(10, H, dtype=torch.bool)
-    for b, h, c in (host_pages >= 0).nonzero().tolist():
-        slot, page = slots[b, h, c], host_pages[b, h, c]
-        moved[slot, h] = True
-        assert torch.equal(keys[slot, :, h], host[page, h, 0]) and torch.equal(values[slot, :, h], host[page, h, 1])
+    for page, head, slot in units:
+        moved[slot, head] = True
+        assert torch.equal(keys[slot, :, head], host[page, head, 0]) and torch.equal(values[slot, :, head], host[page, head, 1])
     untouched = ~moved[:, None, :, None].expand_as(keys)
     assert torch.equal(keys[untouched], before[0][untouched]) and torch.equal(values[untouched], before[1][untouched])
-    assert torch.equal(host, source)
+    assert torch.equal(host, source) and not misses.length.any()
 
 
 def test_offload_then_stage_is_the_identity():
@@ -46,71 +49,128 @@ def test_offload_then_stage_is_the_identity():
     assert torch.equal(staged[0], keys[rows]) and torch.equal(staged[1], values[rows])
 
 
-def test_fill_copies_pages_and_masks_what_lies_beyond_the_last_token():
-    source = torch.randn(2, 11, H, D)
-    cache = torch.full((2, 6, S, H, D), torch.nan)
-    starts = torch.tensor([[[0, -1, 8], [4, 8, -1]]])
-    kernels.fill_pages(*source, starts, torch.tensor([[[0, 1, 2], [0, 1, 2]]]), *cache)
-    assert torch.equal(cache[0, 0, :, 0], source[0, 0:4, 0]) and torch.equal(cache[1, 0, :, 1], source[1, 4:8, 1])
-    assert torch.equal(cache[0, 2, :3, 0], source[0, 8:11, 0]) and torch.equal(cache[1, 1, :3, 1], source[1, 8:11, 1])
-    assert cache[:, 3:].isnan().all() and cache[:, 1, :, 0].isnan().all() and cache[:, 2, :, 1].isnan().all()
+def test_fill_copies_pages_and_leaves_what_lies_beyond_the_last_token():
+    source = torch.randn(2, 15, H, D)
+    cache = torch.full((2, 9, S, H, D), torch.nan)
+    slot_pages = torch.full((3, H, 3), 5, dtype=torch.int32)
+    slot_pages[1] = torch.tensor([[0, -1, 1], [2, 1, -1]])  # a request of 7 tokens, and a slot for the page about to begin
+    kernels.fill_pages(*source, torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), slot_pages, *cache)
+    assert torch.equal(cache[0, 3, :, 0], source[0, 4:8, 0]) and torch.equal(cache[1, 5, :3, 0], source[1, 8:11, 0])
+    assert torch.equal(cache[1, 4, :3, 1], source[1, 8:11, 1])
+    assert cache[:, :3].isnan().all() and cache[:, 6:].isnan().all() and cache[:, 4, :, 0].isnan().all()
+    assert cache[:, [3, 5], :, 1].isnan().all()
 
 
-@pytest.mark.parametrize("capacity, needed, resident", [(6, 6, 6), (6, 3, 6), (8, 8, 0), (1, 1, 1), (37, 20, 11)])
-def test_a_plan_makes_all_required_resident_and_moves_only_what_is_missing(capacity, needed, resident):
-    B, heads = 5, 3
-    draw = torch.stack([torch.randperm(60) for _ in range(B * heads)]).view(B, heads, 60).to(torch.int32)
-    table = torch.full((B, heads, capacity), -1, dtype=torch.int32)
-    table[..., :resident] = draw[..., :resident]
-    table = table.gather(-1, torch.stack([torch.randperm(capacity) for _ in range(B * heads)]).view(B, heads, capacity))
-    required = torch.full((B, heads, needed + 2), -1, dtype=torch.int32)
-    required[..., 1 : needed + 1] = draw[..., resident // 2 : resident // 2 + needed]
-    planned, incoming = kernels.plan_slots(table, required)
-    for b in range(B):
-        for h in range(heads):
-            want = set(required[b, h].tolist()) - {-1}
-            old, new, came = (tensor[b, h].tolist() for tensor in (table, planned, incoming))
-            assert sorted(page for page in new if page >= 0) == sorted(want)
-            assert {page for page in came if page >= 0} == want - set(old)
-            assert all(now == before for now, before, arrived in zip(new, old, came) if arrived < 0 and before in want)
+def _tables(rows: int, slots: int, attended: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((rows, H, slots), -1, dtype=torch.int32), torch.full((rows, H, attended), -1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("slots", [6, 9])
+@pytest.mark.parametrize("budget", [PageBudget(1, 3, 2), PageBudget(0, 5, 1), PageBudget(3, 1, 2)])
+def test_a_plan_makes_all_required_resident_and_moves_only_what_is_missing(budget, slots):
+    """Two requests from a few tokens on, long enough for slots to run out many times."""
+    rows, table = torch.tensor([2, 1]), torch.randperm(80).view(2, 40)
+    slot_pages, attended = _tables(4, slots, budget.total)
+    seq_lens, counts, misses = torch.tensor([5, 30]), torch.zeros(4, 3, dtype=torch.int64), Misses.allocate(400, "cpu")
+    kernels.seed_slots(torch.randn(2, 2 * H, 40), rows, seq_lens, budget, slot_pages, attended, S)
+    for step in range(100):
+        seq_lens = seq_lens + 1
+        for ahead, turned in ((False, torch.rand(2, H) < 0.4), (True, torch.rand(2, H) < 0.4)):
+            old, logits = slot_pages.clone(), torch.randn(2, 2 * H, 40)
+            kernels.plan_pages(
+                logits, rows, seq_lens, table, budget, turned, ahead, slot_pages, attended, misses, counts, S
+            )
+            weights, _, required = select_pages(logits, seq_lens + ahead, budget, H, S)
+            recalled = {tuple(unit) for unit in torch.stack(misses.columns(), 1).tolist()}
+            misses.clear()
+            expected = set()
+            for b, row in enumerate(rows.tolist()):
+                for h in range(H):
+                    before, now = old[row, h].tolist(), slot_pages[row, h].tolist()
+                    if not (ahead or turned[b, h]):
+                        assert now == before
+                        continue
+                    want = set(required[b, h].nonzero().squeeze(1).tolist())
+                    assert {now[slot] for slot in attended[row, h].tolist() if slot >= 0} == want
+                    arrived = {slot for slot in range(slots) if now[slot] != before[slot]}
+                    assert {now[slot] for slot in arrived} == want - set(before)
+                    gone = {before[slot] for slot in arrived} - {-1}
+                    spared = set(now) - want - {-1}
+                    assert not gone or -1 not in now
+                    if gone and spared:
+                        assert max(weights[b, h, page] for page in gone) <= min(weights[b, h, page] for page in spared)
+                    full = int(seq_lens[b]) // S
+                    expected |= {(int(table[b, now[s]]), h, row * slots + s) for s in arrived if now[s] < full}
+            assert recalled == expected
+    assert counts[[1, 2], RECALLED].all() and (slots == budget.total or counts[[1, 2], HITS].all())
+
+
+def test_a_seed_fills_the_slots_that_are_left_with_the_next_best():
+    budget = PageBudget(1, 2, 1)
+    logits = torch.tensor([0.0, 3.0, 1.0, 5.0, 4.0, 2.0, 0.0, 0.0, 0.0, 0.0]).expand(1, H, 10)
+    for slots, resident in ((4, [0, 3, 4, 6]), (6, [0, 1, 3, 4, 5, 6]), (8, [0, 1, 2, 3, 4, 5, 6, -1])):
+        slot_pages, attended = _tables(2, slots, 4)
+        kernels.seed_slots(logits, torch.tensor([1]), torch.tensor([6 * S + 1]), budget, slot_pages, attended, S)
+        assert slot_pages[1].tolist() == [resident] * H and (slot_pages[0] == -1).all()
+        assert slot_pages[1, 0, attended[1, 0].long()].tolist() == [0, 3, 4, 6]
+
+
+def _selected(logits: torch.Tensor, budget: PageBudget, tokens: int) -> list[list[int]]:
+    """Pages that are required, of one request whose kv heads have one query head each."""
+    required = select_pages(logits[None], torch.tensor([tokens]), budget, len(logits), S)[2]
+    return [heads.nonzero().squeeze(1).tolist() for heads in required[0]]
 
 
 def test_selection_takes_the_best_and_of_equals_the_earlier():
-    inf = float("inf")
-    scores = torch.tensor([[[-inf, 0.2, 0.5, 0.2, 0.1, -inf], [-inf, 0.0, 0.0, 0.0, 0.0, -inf], [-inf] * 6]])
-    assert kernels.select_pages(scores, 3).tolist() == [[[2, 1, 3], [1, 2, 3], [-1, -1, -1]]]
-    assert kernels.select_pages(scores[..., :2], 3).tolist() == [[[1, -1, -1], [1, -1, -1], [-1, -1, -1]]]
+    logits = torch.tensor([[9.0, 0.2, 0.5, 0.2, 0.1, 9.0], [9.0, 0.0, 0.0, 0.0, 0.0, 9.0]])
+    assert _selected(logits, PageBudget(1, 2, 1), 6 * S) == [[0, 1, 2, 5], [0, 1, 2, 5]]
+    assert _selected(logits, PageBudget(1, 2, 1), 5 * S + 1) == [[0, 1, 2, 5], [0, 1, 2, 5]]
+    assert _selected(logits, PageBudget(0, 3, 1), 5 * S) == [[0, 1, 2, 4], [0, 1, 2, 4]]
+    assert _selected(logits, PageBudget(1, 2, 1), 3) == [[0], [0]]
+
+
+def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int, turned: torch.Tensor | None = None):
+    one = torch.tensor([1])
+    table = torch.arange(len(digests))[None]
+    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, turned, S)
 
 
 def test_a_score_bounds_the_attention_logits_of_its_page():
     keys, query = torch.randn(6 * S, H, D), torch.randn(1, 3 * H, D)
     digests = torch.zeros(6, H, 2, D)
     kernels.digest_pages(keys, (torch.arange(6) * S)[:, None].expand(-1, H), torch.arange(6), digests, S)
-    scores = kernels.score_pages(query, digests, torch.arange(6)[None], 1, torch.tensor([5]))
-    assert torch.isinf(scores[..., [0, 5]]).all()
-    torch.testing.assert_close(scores[..., 1:5].exp().sum(-1), torch.ones(1, H))
+    budget = PageBudget(1, 2, 1)
+    scores = _score(query, digests, budget, 6 * S - 1)
+    weights = select_pages(scores, torch.tensor([6 * S]), budget, H, S)[0]
+    assert torch.isinf(weights[..., [0, 5]]).all()
+    torch.testing.assert_close(weights[..., 1:5].exp().sum(-1), torch.ones(1, H))
     for h in range(H):
         q, k = query[0].view(H, 3, D)[h], keys[:, h].view(6, S, D)
         bound = torch.maximum(q[:, None] * k.amax(1), q[:, None] * k.amin(1)).sum(-1)
         assert (bound[..., None] >= torch.einsum("gd,psd->gps", q, k) - 1e-5).all()
-        torch.testing.assert_close(scores[0, h, 1:5].exp(), (bound[:, 1:5] / D**0.5).softmax(-1).mean(0))
+        torch.testing.assert_close(scores[0].view(H, 3, 6)[h], bound / D**0.5)
+        torch.testing.assert_close(weights[0, h, 1:5].exp(), (bound[:, 1:5] / D**0.5).softmax(-1).mean(0))
 
 
 def test_what_a_slot_held_before_never_reaches_attention():
-    keys, values = torch.randn(3, S, H, D), torch.randn(3, S, H, D)
-    keys[1, 2:], values[1, 2:], keys[2], values[2] = (torch.nan,) * 4
-    pages = torch.tensor([[[0, 1, -1]] * H], dtype=torch.int32)
-    query = torch.randn(1, 2 * H, D)
-    out = kernels.attend_pages(query, keys, values, torch.tensor([[0, 1, 2]]), pages, torch.tensor([S + 2]), 1.0)
-    k, v = (x.flatten(0, 1)[: S + 2] for x in (keys, values))
+    keys, values = torch.randn(6, S, H, D), torch.randn(6, S, H, D)
+    keys[4, 2:], values[4, 2:], keys[5], values[5] = (torch.nan,) * 4
+    slot_pages, attended = _tables(2, 3, 3)
+    slot_pages[1], attended[1] = torch.tensor([0, 1, 7]), torch.tensor([0, 1, -1])
+    query = torch.randn(2, 2 * H, D)
+    rows, seq_lens = torch.tensor([1, 0]), torch.tensor([S + 2, 1])
+    out = kernels.attend_pages(query, keys, values, rows, seq_lens, slot_pages, attended, 1.0)
+    k, v = (x[3:].flatten(0, 1)[: S + 2] for x in (keys, values))
     expected = torch.cat([(query[0].view(H, 2, D)[h] @ k[:, h].T).softmax(-1) @ v[:, h] for h in range(H)])
     torch.testing.assert_close(out[0], expected)
+    assert not out[1].any()
 
 
 def test_far_pages_are_ranked_where_their_weights_underflow():
     pages = 100
     digests = -3.0 * torch.arange(pages).view(pages, 1, 1, 1).expand(pages, 1, 2, 1)  # every page 3 further than the last one
-    scores = kernels.score_pages(torch.ones(1, 2, 1), digests, torch.arange(pages)[None], 0, torch.tensor([pages]))
-    assert kernels.select_pages(scores, 60).tolist() == [[list(range(60))]]
-    scores = kernels.score_pages(-torch.ones(1, 2, 1), digests, torch.arange(pages)[None], 0, torch.tensor([pages]))
-    assert kernels.select_pages(scores, 60).tolist() == [[list(range(99, 39, -1))]]
+    budget = PageBudget(0, 60, 1)
+    for sign, expected in ((1, list(range(60))), (-1, list(range(99, 39, -1)))):
+        scores = _score(sign * torch.ones(1, 2, 1), digests, budget, (pages + 1) * S - 1)
+        weights, order, _ = select_pages(scores, torch.tensor([(pages + 1) * S]), budget, 1, S)
+        assert weights.isfinite().all() and order[0, 0, :60].tolist() == expected

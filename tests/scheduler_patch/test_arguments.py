@@ -6,8 +6,10 @@ from serving import NEEDLE_MODEL
 
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
-    "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-dense-layers", "freekv-host-memory",
+    "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
+    "freekv-host-memory", "freekv-recall", "freekv-host-layout",
 )  # fmt: skip
+CHOICES = {"freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
 YAML = """
 model-path: {model}
 device: cpu
@@ -51,6 +53,10 @@ WRONG = {
     ("--page-size", 0): "--page-size 0: expected at least 1",
     ("--page-size", 48): "--freekv-budget 2048: expected a non-negative multiple of --page-size 48",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
+    ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
+    "2048; use --freekv-device-cache 2048",
+    ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
+    ("--freekv-recall", "copy-engine", "--cuda-graph-backend-decode", "full"): "--cuda-graph-backend-decode full: there is no decode",
     ("--freekv-host-memory", 0): "--freekv-host-memory 0: expected GiB above 0",
 }
 
@@ -81,7 +87,7 @@ def facts(tmp_path_factory):
     cases |= {f"edges {flags}": freekv(*flags) for flags in EDGES}
     cases |= {f"layers {text!r}": freekv("--freekv-dense-layers", text) for text in LAYERS}
     cases |= {f"wrong {flags}": freekv(*flags) for flags in WRONG}
-    cases |= {f"idle {name}": cli(f"--{name}", 1) for name in OPTIONS[1:]}
+    cases |= {f"idle {name}": cli(f"--{name}", CHOICES.get(name, 1)) for name in OPTIONS[1:]}
     return run(cases)
 
 
@@ -109,7 +115,8 @@ def test_defaults(outcomes):
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
-        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory,
+        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "device_cache_tokens": None, "recall": "zero-copy",
+        "host_layout": "hnd",
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]

@@ -22,7 +22,7 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "attn_cp_size": ("--attn-cp-size", "2"),
     "dcp_size": ("--dcp-size", "2"),
     "dwdp_size": ("--dwdp-size", "2"),
-    "cuda_graph_backend_decode": ("--cuda-graph-backend-decode", "full"),
+    "cuda_graph_backend_decode": ("--cuda-graph-backend-decode", "breakable"),
     "cuda_graph_backend_prefill": ("--cuda-graph-backend-prefill", "breakable"),
     "cuda_graph_config": ("--cuda-graph-config", '{"decode": {"backend": "full"}}'),
     "tokenizer_worker_num": ("--tokenizer-worker-num", "2"),
@@ -33,8 +33,8 @@ FLAGS = {  # option of ServerArgs: how a user types it
 SWITCHES = (
     "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_mixed_chunk",
     "enable_dp_attention", "enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel",
-    "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile", "enable_unified_memory", "enable_page_major_kv_layout",
-    "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
+    "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile", "debug_cuda_graph", "enable_unified_memory",
+    "enable_page_major_kv_layout", "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
     "smg_grpc_mode", "grpc_mode",
 )  # fmt: skip
@@ -67,6 +67,8 @@ FINE = (  # what must stay possible
     ("--freekv-dense-layers", "0,1,2,3,4"),
     ("--freekv-dense-layers", "none"),
     ("--freekv-host-memory", "0.25"),
+    ("--freekv-device-cache", "4096"),
+    ("--freekv-recall", "copy-engine", "--freekv-host-layout", "nhd"),
 )
 
 LLAMA = json.loads((NEEDLE_MODEL / "config.json").read_text())

@@ -1,0 +1,101 @@
+"""Append: the new token of every request, into the slot of its current page."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def append_tokens(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_pages: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As reference.append_tokens, both results int32; 0 and -1 for rows of padding."""
+    batch, num_heads, head_dim = new_keys.shape
+    page_size, capacity = keys.shape[1], slot_pages.shape[2]
+    assert new_keys.stride(2) == new_values.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    assert slot_pages.is_contiguous()
+    starts = torch.empty((batch, num_heads), dtype=torch.int32, device=rows.device)
+    filled = torch.empty(batch, dtype=torch.int32, device=rows.device)
+    _append_kernel[(batch, num_heads)](
+        new_keys,
+        new_values,
+        rows,
+        seq_lens,
+        page_table,
+        slot_pages,
+        keys,
+        values,
+        starts,
+        filled,
+        *new_keys.stride()[:2],
+        *new_values.stride()[:2],
+        page_table.stride(0),
+        *keys.stride()[:3],
+        H=num_heads,
+        C=capacity,
+        S=page_size,
+        D=head_dim,
+        BLOCK_C=triton.next_power_of_2(capacity),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=1,
+    )
+    return starts, filled
+
+
+@triton.jit
+def _append_kernel(
+    p_new_keys,  # [B, H, D]
+    p_new_values,  # [B, H, D]
+    p_rows,  # [B]
+    p_seq_lens,  # [B]
+    p_page_table,  # [B, P]
+    p_slot_pages,  # [R, H, C]
+    p_keys,  # [R * C, S, H, D]
+    p_values,  # [R * C, S, H, D]
+    p_starts,  # [B, H]
+    p_filled,  # [B]
+    keys_stride_b,
+    keys_stride_head,
+    values_stride_b,
+    values_stride_head,
+    table_stride_b,
+    stride_slot,
+    stride_token,
+    stride_head,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_b, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_row = tl.load(p_rows + i_b).to(tl.int64)
+    last = tl.load(p_seq_lens + i_b).to(tl.int64) - 1
+    m_real = i_row > 0
+    i_page, i_offset = last // S, last % S
+
+    o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+    b_pages = tl.load(p_slot_pages + (i_row * H + i_head) * C + o_c, mask=m_real & (o_c < C), other=-1)
+    position = tl.min(tl.where(b_pages == i_page, o_c, BLOCK_C), axis=0)
+    i_slot = i_row * C + tl.where(position < C, position, 0)
+
+    m_d = m_real & (o_d < D)
+    o_token = i_slot * stride_slot + i_offset * stride_token + i_head * stride_head + o_d
+    b_keys = tl.load(p_new_keys + i_b * keys_stride_b + i_head * keys_stride_head + o_d, mask=m_d, other=0)
+    b_values = tl.load(p_new_values + i_b * values_stride_b + i_head * values_stride_head + o_d, mask=m_d, other=0)
+    tl.store(p_keys + o_token, b_keys, mask=m_d)
+    tl.store(p_values + o_token, b_values, mask=m_d)
+
+    tl.store(p_starts + i_b * H + i_head, tl.where(m_real, i_slot * S, 0))
+    m_filled = m_real & (i_offset == S - 1)
+    host_page = tl.load(p_page_table + i_b * table_stride_b + i_page, mask=m_filled, other=-1)
+    tl.store(p_filled + i_b, host_page, mask=i_head == 0)

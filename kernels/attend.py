@@ -1,0 +1,176 @@
+"""Decode attention over the slots that a step attends to, split over programs and merged."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS = 264  # two for each SM of an H100 or H200
+
+
+def attend_pages(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens).
+
+    ``queries`` may be a view of wider rows. What a list of ``attended`` holds after its first -1 is not read.
+    """
+    (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
+    group, width = num_heads // num_kv_heads, attended.shape[2]
+    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, slot_pages, attended))
+    block_d = triton.next_power_of_2(head_dim)
+    block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
+    splits = max(1, min(PROGRAMS // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t)))
+
+    output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
+    partial, weights = output, None
+    if splits > 1:
+        partial = torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=queries.device)
+        weights = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=queries.device)
+    _attend_pages[(batch, num_kv_heads, splits)](
+        queries,
+        keys,
+        values,
+        rows,
+        seq_lens,
+        slot_pages,
+        attended,
+        partial,
+        weights,
+        queries.stride(0),
+        queries.stride(1),
+        slot_pages.shape[2],
+        width,
+        scale * math.log2(math.e),
+        H=num_kv_heads,
+        G=group,
+        D=head_dim,
+        S=page_size,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        BLOCK_A=min(1024, triton.next_power_of_2(width)),
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _merge_splits[(num_heads, batch)](
+            partial, weights, output, splits, D=head_dim, BLOCK_N=triton.next_power_of_2(splits), BLOCK_D=block_d, num_warps=8
+        )
+    return output
+
+
+@triton.jit
+def _attend_pages(
+    p_queries,  # [B, Hq, D]
+    p_keys,  # [R * C, S, H, D]
+    p_values,  # [R * C, S, H, D]
+    p_rows,  # [B]
+    p_seq_lens,  # [B]
+    p_slot_pages,  # [R, H, C]
+    p_attended,  # [R, H, A]
+    p_output,  # [B, Hq, splits, D]
+    p_weights,  # [B, Hq, splits], None if there is one split
+    stride_b,
+    stride_h,
+    C,
+    A,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+):
+    i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    m_g, m_d = o_g < G, o_d < D
+    o_head = i_h * G + o_g
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
+    b_q = tl.load(
+        p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
+    ).to(p_keys.dtype.element_ty)
+
+    # tokens on the list, none for a padding row, and this program's share of them in whole tiles
+    p_list = p_attended + (row * H + i_h) * A
+    p_pages = p_slot_pages + (row * H + i_h) * C
+    tokens = 0
+    for i_a in range(0, A, BLOCK_A):
+        o_a = i_a + tl.arange(0, BLOCK_A)
+        tokens += S * tl.sum((tl.load(p_list + o_a, mask=(o_a < A) & (row > 0), other=-1) >= 0).to(tl.int32), 0)
+    share = tl.cdiv(tl.cdiv(tokens, BLOCK_T), splits) * BLOCK_T
+    first = i_n * share
+    last = tl.minimum(first + share, tokens)
+
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    o_row, m_visible = _locate(p_list, p_pages, row * C, first + o_t, last, seq_len, S)
+    for start in range(first, last, BLOCK_T):
+        o_kv, m_kv = (o_row[:, None] * H + i_h) * D + o_d[None, :], m_visible[:, None] & m_d[None, :]
+        b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
+        b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
+        m_logit = m_visible
+        o_row, m_visible = _locate(p_list, p_pages, row * C, start + BLOCK_T + o_t, last, seq_len, S)
+
+        b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        b_logit = tl.where(m_logit[None, :], b_logit, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_logit, 1))
+        b_base = tl.where(b_new > float("-inf"), b_new, 0.0)  # nothing visible so far: no inf - inf
+        b_p = tl.exp2(b_logit - b_base[:, None])
+        b_decay = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
+        b_max = b_new
+
+    b_sum = tl.where(b_sum > 0, b_sum, 1.0)
+    b_acc = b_acc / b_sum[:, None]
+    o_out = (i_b * (H * G) + o_head) * splits + i_n
+    tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
+    if p_weights is not None:
+        tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
+
+
+@triton.jit
+def _locate(p_list, p_pages, first_slot, o_token, last, seq_len, S: tl.constexpr):
+    """Token rows of the cache that hold the listed tokens ``o_token``, and which of them may be read."""
+    slot = tl.load(p_list + o_token // S, mask=o_token < last, other=-1)
+    page = tl.load(p_pages + slot, mask=slot >= 0, other=0)
+    return (first_slot + slot) * S + o_token % S, (slot >= 0) & (page * S + o_token % S < seq_len)
+
+
+@triton.jit
+def _merge_splits(
+    p_partial,  # [B, Hq, splits, D]
+    p_weights,  # [B, Hq, splits], logarithms to base 2
+    p_output,  # [B, Hq, D]
+    splits,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_n, m_d = o_n < splits, o_d < D
+    b_weight = tl.load(p_weights + i_head * splits + o_n, mask=m_n, other=float("-inf"))
+    o_part = (i_head * splits + o_n)[:, None] * D + o_d[None, :]
+    b_part = tl.load(p_partial + o_part, mask=m_n[:, None] & m_d[None, :], other=0.0)
+    top = tl.max(b_weight, 0)
+    b_share = tl.exp2(b_weight - tl.where(top > float("-inf"), top, 0.0))
+    total = tl.sum(b_share, 0)
+    b_out = tl.sum(b_part * b_share[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(p_output + i_head * D + o_d, b_out.to(p_output.dtype.element_ty), mask=m_d)

@@ -1,0 +1,82 @@
+"""Fill: the pages of new slot tables, from token rows that are on the device already."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def fill_pages(
+    source_keys: torch.Tensor,
+    source_values: torch.Tensor,
+    starts: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_pages: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """As reference.fill_pages; a program for every (kv head, slot, request)."""
+    num_heads, capacity = slot_pages.shape[1:]
+    page_size, head_dim = keys.shape[1], keys.shape[3]
+    assert source_keys.stride(2) == keys.stride(3) == 1 and slot_pages.is_contiguous()
+    assert source_keys.stride() == source_values.stride() and keys.stride() == values.stride()
+    _fill_kernel[(num_heads, capacity, len(rows))](
+        source_keys,
+        source_values,
+        starts,
+        rows,
+        seq_lens,
+        slot_pages,
+        keys,
+        values,
+        source_keys.shape[0],
+        *source_keys.stride()[:2],
+        *keys.stride()[:3],
+        H=num_heads,
+        C=capacity,
+        S=page_size,
+        D=head_dim,
+        BLOCK_S=triton.next_power_of_2(page_size),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+
+
+@triton.jit
+def _fill_kernel(
+    p_source_keys,  # [T, H, D]
+    p_source_values,  # [T, H, D]
+    p_starts,  # [B]
+    p_rows,  # [B]
+    p_seq_lens,  # [B]
+    p_slot_pages,  # [R, H, C]
+    p_keys,  # [R * C, S, H, D]
+    p_values,  # [R * C, S, H, D]
+    num_tokens,
+    source_stride_token,
+    source_stride_head,
+    stride_slot,
+    stride_token,
+    stride_head,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_head, i_c, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row = tl.load(p_rows + i_b).to(tl.int64)
+    first = tl.load(p_slot_pages + (i_row * H + i_head) * C + i_c).to(tl.int64) * S
+    if (i_row <= 0) | (first < 0) | (first >= tl.load(p_seq_lens + i_b)):
+        return
+    o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    m_unit = (o_s < S) & (o_d < D)
+    o_token = tl.minimum(tl.load(p_starts + i_b).to(tl.int64) + first + o_s, num_tokens - 1)
+    o_source = i_head * source_stride_head + o_token * source_stride_token + o_d
+    b_keys = tl.load(p_source_keys + o_source, mask=m_unit, other=0)
+    b_values = tl.load(p_source_values + o_source, mask=m_unit, other=0)
+    o_unit = (i_row * C + i_c) * stride_slot + i_head * stride_head + o_s * stride_token + o_d
+    tl.store(p_keys + o_unit, b_keys, mask=m_unit)
+    tl.store(p_values + o_unit, b_values, mask=m_unit)

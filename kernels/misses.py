@@ -1,0 +1,44 @@
+"""Misses: the (page, kv head) units that a plan wants from the host, a list on the device that no host reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Misses:
+    """Filled by ``plan_pages``, emptied by ``recall_pages``; one list for each stream that plans.
+
+    Args:
+        length: ``[2]`` int32: units in the list, and the programs of a running recall that are done with it.
+        host_pages, heads, slots: ``[M]`` int32: where a unit is, its kv head, and the slot that receives it.
+    """
+
+    length: torch.Tensor
+    host_pages: torch.Tensor
+    heads: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def allocate(cls, capacity: int, device: str) -> Misses:
+        """An empty list for up to ``capacity`` units."""
+        return cls(
+            torch.zeros(2, dtype=torch.int32, device=device),
+            *(torch.zeros(capacity, dtype=torch.int32, device=device) for _ in range(3)),
+        )
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Host pages, heads and slots of the units in the list; waits for the device."""
+        count = int(self.length[0])
+        return self.host_pages[:count], self.heads[:count], self.slots[:count]
+
+    def extend(self, host_pages: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor) -> None:
+        start = int(self.length[0])
+        end = start + len(host_pages)
+        self.host_pages[start:end], self.heads[start:end], self.slots[start:end] = host_pages, heads, slots
+        self.length[0] = end
+
+    def clear(self) -> None:
+        self.length.zero_()

@@ -1,0 +1,118 @@
+"""Recall: the missing (page, kv head) units, read out of pinned host memory in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_freekv.kernels.misses import Misses
+
+
+def recall_pages(
+    host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, *, programs: int = 8, prefetch: bool = True
+) -> None:
+    """As reference.recall_pages; few programs with whole units in flight, so that the rest of the device computes on.
+
+    Args:
+        programs: how many; 8 of them fill the link.
+        prefetch: every program keeps two units in flight, not one.
+    """
+    # As 32-bit words: halves of them would be taken apart and put together, which waits for the unit that is still on its way.
+    host_pool, keys, values = (tensor.view(torch.int32) for tensor in (host_pool, keys, values))
+    page_size, row_words = host_pool.shape[3:]
+    block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(row_words)
+    assert host_pool.stride(4) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    _recall_kernel[(programs,)](
+        host_pool,
+        misses.length,
+        misses.host_pages,
+        misses.heads,
+        misses.slots,
+        keys,
+        values,
+        *host_pool.stride()[:4],
+        *keys.stride()[:3],
+        S=page_size,
+        D=row_words,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        PREFETCH=prefetch and block_s * block_d <= 8192,  # the registers hold two units of 64 KiB
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _recall_kernel(
+    p_host,  # [n_page, H, 2, S, D]
+    p_length,  # [2]
+    p_host_pages,  # [M]
+    p_heads,  # [M]
+    p_slots,  # [M]
+    p_keys,  # [R * C, S, H, D]
+    p_values,  # [R * C, S, H, D]
+    host_stride_page,
+    host_stride_head,
+    host_stride_kind,
+    host_stride_token,
+    stride_slot,
+    stride_token,
+    stride_head,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    m_unit = (o_s < S) & (o_d < D)
+    p_host_keys = p_host + o_s * host_stride_token + o_d
+    p_host_values = p_host_keys + host_stride_kind
+    o_out = o_s * stride_token + o_d
+    p_keys += o_out
+    p_values += o_out
+    first, step = tl.program_id(0), tl.num_programs(0)
+    count = tl.load(p_length)
+
+    if PREFETCH:  # even units have registers of their own, and odd ones: one is read while the other is written
+        m = first < count
+        o_in, o_even = _locate(first, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
+        b_even_keys = tl.load(p_host_keys + o_in, mask=m_unit & m, other=0)
+        b_even_values = tl.load(p_host_values + o_in, mask=m_unit & m, other=0)
+        for i in range(first, count, 2 * step):
+            i_odd, i_even = i + step, i + 2 * step
+            m = i_odd < count
+            o_in, o_odd = _locate(i_odd, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
+            m_odd = m_unit & m
+            b_odd_keys = tl.load(p_host_keys + o_in, mask=m_odd, other=0)
+            b_odd_values = tl.load(p_host_values + o_in, mask=m_odd, other=0)
+            tl.store(p_keys + o_even, b_even_keys, mask=m_unit)
+            tl.store(p_values + o_even, b_even_values, mask=m_unit)
+            m = i_even < count
+            o_in, o_even = _locate(i_even, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
+            b_even_keys = tl.load(p_host_keys + o_in, mask=m_unit & m, other=0)
+            b_even_values = tl.load(p_host_values + o_in, mask=m_unit & m, other=0)
+            tl.store(p_keys + o_odd, b_odd_keys, mask=m_odd)
+            tl.store(p_values + o_odd, b_odd_values, mask=m_odd)
+    else:
+        for i in range(first, count, step):
+            o_in, o_slot = _locate(i, True, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
+            b_keys = tl.load(p_host_keys + o_in, mask=m_unit, other=0)
+            b_values = tl.load(p_host_values + o_in, mask=m_unit, other=0)
+            tl.store(p_keys + o_slot, b_keys, mask=m_unit)
+            tl.store(p_values + o_slot, b_values, mask=m_unit)
+
+    # The last program to be done empties the list. The barrier: a warp of this one may not have read the length yet.
+    tl.debug_barrier()
+    if tl.atomic_add(p_length + 1, 1) == step - 1:
+        tl.store(p_length, 0)
+        tl.store(p_length + 1, 0)
+
+
+@triton.jit
+def _locate(i, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head):
+    """Offsets of the i-th unit in the host pool and in the device cache."""
+    i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
+    i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
+    i_slot = tl.load(p_slots + i, mask=m, other=0).to(tl.int64)
+    return i_page * host_stride_page + i_head * host_stride_head, i_slot * stride_slot + i_head * stride_head

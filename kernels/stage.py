@@ -1,0 +1,74 @@
+"""Stage: whole pages, all kv heads, read out of pinned host memory in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def stage_pages(
+    host_pool: torch.Tensor,
+    host_pages: torch.Tensor,
+    starts: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    programs: int = 16,
+) -> None:
+    """As reference.stage_pages; at most ``programs`` programs, so that the rest of the device computes on."""
+    num_heads, _, page_size, head_dim = host_pool.shape[1:]
+    num_units = len(host_pages) * num_heads
+    assert host_pool.stride(4) == keys.stride(2) == 1 and keys.stride() == values.stride()
+    _stage_kernel[(min(num_units, programs),)](
+        host_pool,
+        host_pages,
+        starts,
+        keys,
+        values,
+        num_units,
+        *host_pool.stride()[:4],
+        *keys.stride()[:2],
+        H=num_heads,
+        S=page_size,
+        D=head_dim,
+        BLOCK_S=triton.next_power_of_2(page_size),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _stage_kernel(
+    p_host,  # [n_page, H, 2, S, D]
+    p_host_pages,  # [N]
+    p_starts,  # [N]
+    p_keys,  # [T, H, D]
+    p_values,  # [T, H, D]
+    num_units,
+    host_stride_page,
+    host_stride_head,
+    host_stride_kind,
+    host_stride_token,
+    stride_token,
+    stride_head,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    m_unit = (o_s < S) & (o_d < D)
+    o_host = o_s * host_stride_token + o_d
+    o_rows = o_s * stride_token + o_d
+    for i in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        i_head = i % H
+        i_page = tl.load(p_host_pages + i // H).to(tl.int64)
+        i_start = tl.load(p_starts + i // H).to(tl.int64)
+        p_unit = p_host + i_page * host_stride_page + i_head * host_stride_head + o_host
+        b_keys = tl.load(p_unit, mask=m_unit, other=0)
+        b_values = tl.load(p_unit + host_stride_kind, mask=m_unit, other=0)
+        o_unit = i_start * stride_token + i_head * stride_head + o_rows
+        tl.store(p_keys + o_unit, b_keys, mask=m_unit)
+        tl.store(p_values + o_unit, b_values, mask=m_unit)

@@ -1,0 +1,59 @@
+"""Pinned memory: anonymous memory that CUDA has page-locked in place, to the byte."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from sglang_freekv.config import GIB
+
+
+class PinError(RuntimeError):
+    """CUDA did not page-lock memory that the system had given."""
+
+
+def allocate(num_bytes: int, huge: bool) -> mmap.mmap:
+    """Zeros, which take memory as they are first written to.
+
+    Args:
+        num_bytes: above 0.
+        huge: take it in huge pages: four times faster to fill here, and fewer pages to lock. It takes more where little is written.
+
+    Raises:
+        OSError: the system does not promise so much.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def pin(memory: mmap.mmap) -> int:
+    """Fill ``memory`` and page-lock it for the current device, without the interpreter lock; its address, for :func:`unpin`.
+
+    Raises:
+        PinError: with CUDA's reason.
+    """
+    content = np.frombuffer(memory, dtype=np.uint8)
+    content[:: mmap.PAGESIZE] = 0  # a write per page: CUDA would have them filled one after the other
+    address, cudart = content.ctypes.data, _cudart()
+    status = cudart.cudaHostRegister(address, content.nbytes, 0)
+    if int(status) != 0:
+        raise PinError(f"cudaHostRegister of {content.nbytes / GIB:.1f} GiB: {cudart.cudaGetErrorString(status)}")
+    return address
+
+
+def unpin(addresses: list[int]) -> None:
+    """Unlock and forget what :func:`pin` returned, in silence: at exit CUDA may be gone, and the locks with it."""
+    while addresses:
+        address = addresses.pop()
+        with suppress(RuntimeError):
+            _cudart().cudaHostUnregister(address)
+
+
+def _cudart():
+    return torch.cuda.cudart()

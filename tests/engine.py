@@ -1,0 +1,151 @@
+"""The retrieval engine on random requests, and the paper's semantics for them written as loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch, ExtendBatch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
+from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.policy import POLICIES
+from sglang_freekv.retrieval import Retrieval
+
+LAYERS, HEADS, GROUP, DIM = 3, 2, 3, 16
+
+
+@dataclass
+class Request:
+    """One request with all its queries, keys and values known beforehand."""
+
+    prompt: int
+    total: int
+    row: int
+    pages: torch.Tensor
+    generator: torch.Generator
+    tokens: int = 0
+    speculative: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def walk(heads: int) -> torch.Tensor:
+            steps = torch.randn(LAYERS, self.total, heads, DIM, generator=self.generator)
+            return 0.6 * steps + torch.randn(LAYERS, 1, heads, DIM, generator=self.generator)
+
+        self.q, self.k, self.v = walk(HEADS * GROUP), walk(HEADS), walk(HEADS)
+
+
+def attend(request: Request, layer: int, head: int, position: int, tokens: list[int]) -> torch.Tensor:
+    q = request.q[layer, position].view(HEADS, GROUP, DIM)[head]
+    k, v = request.k[layer, tokens, head], request.v[layer, tokens, head]
+    return (q @ k.T / DIM**0.5).softmax(-1) @ v
+
+
+def choose(config: FreeKVConfig, request: Request, layer: int, head: int, position: int, tokens: int) -> set[int]:
+    """Pages chosen by the query at ``position`` among the candidates of a context of ``tokens`` tokens."""
+    size = config.page_size
+    last = -(-tokens // size) - config.pages.window
+    candidates = list(range(config.pages.sink, last))
+    if not candidates:
+        return set()
+    keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
+    q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
+    scores = torch.maximum(q * keys.amax(1), q * keys.amin(1)).sum(-1) / DIM**0.5
+    pooled = scores.softmax(-1).mean(0)
+    return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.pages.selected].tolist()}
+
+
+def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[torch.Tensor, int]:
+    """Output of one decode step of one layer, and how many kv heads were corrected."""
+    n, size, corrected, outputs = request.tokens, config.page_size, 0, []
+    for head in range(HEADS):
+        now, before = (request.q[layer, n - back].view(HEADS, GROUP, DIM)[head] for back in (1, 2))
+        chosen = request.speculative.get((layer, head))
+        if n == request.prompt + 1:
+            chosen = choose(config, request, layer, head, n - 2, n)
+        if F.cosine_similarity(now, before, dim=-1).mean() < config.tau:
+            chosen, corrected = choose(config, request, layer, head, n - 1, n), corrected + 1
+        pages = -(-n // size)
+        attended = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window} | chosen
+        tokens = [t for p in sorted(attended) for t in range(p * size, min((p + 1) * size, n))]
+        outputs.append(attend(request, layer, head, n - 1, tokens))
+        request.speculative[layer, head] = choose(config, request, layer, head, n - 1, n + 1)
+    return torch.cat(outputs), corrected
+
+
+class Engine:
+    """A retrieval engine and the requests it serves."""
+
+    def __init__(self, config: FreeKVConfig, prompts: list[int], steps: int, stream, seed: int = 0, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, 2 * DIM, 4)
+        self.device = device
+        self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
+        store = Store.build(config, shape, 400 * config.page_size, 8, 500, (2, DIM), torch.float32, device, stream)
+        recall = kernels.recall_pages
+        if config.recall == "copy-engine":
+            recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
+        policy = POLICIES[config.method](config)
+        self.retrieval = Retrieval(config, policy, store, stream, recall, ReferenceExtend())
+        rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
+        self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
+
+    def admit(self, prompt: int, total: int, row: int) -> Request:
+        count = total // self.config.page_size + 2
+        pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        return Request(prompt, total, row, pages, self.generator)
+
+    def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(request.pages) for request in requests)
+        table = torch.stack([F.pad(request.pages, (0, width - len(request.pages))) for request in requests])
+        return torch.tensor([request.row for request in requests], device=self.device), table.to(self.device)
+
+    def extend(self, requests: list[Request], upto: list[int]) -> list[torch.Tensor]:
+        rows, table = self._tensors(requests)
+        spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
+        batch = ExtendBatch.build(rows, table, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.config.page_size)
+        self.retrieval.prepare_extend(batch)
+        outputs = [
+            self.retrieval.extend(
+                layer, *(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans]).to(self.device) for x in "qkv"), batch, DIM**-0.5
+            )
+            for layer in range(LAYERS)
+        ]
+        for request, _, end in spans:
+            request.tokens = end
+        return outputs
+
+    def decode(self, requests: list[Request]) -> list[torch.Tensor]:
+        rows, table = self._tensors(requests)
+        for request in requests:
+            request.tokens += 1
+        batch = DecodeBatch(rows, torch.tensor([request.tokens for request in requests], device=self.device), table)
+        return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, DIM**-0.5) for layer in range(LAYERS)]
+
+    def new_tokens(self, layer: int, requests: list[Request]) -> list[torch.Tensor]:
+        """Queries, keys and values of the last token of each request."""
+        return [torch.stack([getattr(r, x)[layer, r.tokens - 1] for r in requests]).to(self.device) for x in "qkv"]
+
+    def run(self, steps: int) -> torch.Tensor:
+        self.extend(self.requests, [request.prompt for request in self.requests])
+        return torch.stack([torch.stack(self.decode(self.requests)) for _ in range(steps)])
+
+
+CONFIGS = {
+    "tight": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
+    "one-page-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=4, page_size=4, tau=0.8, dense_layers=()),
+    "no-sink": FreeKVConfig(budget_tokens=24, sink_tokens=0, window_tokens=16, page_size=8, tau=0.7, dense_layers=()),
+    "one-token-pages": FreeKVConfig(budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.5, dense_layers=()),
+    "always-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=2, dense_layers=()),
+    "never-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=-2, dense_layers=()),
+    "slack": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64),
+    "copy-engine": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), recall="copy-engine"
+    ),
+    "nhd": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), host_layout="nhd"),
+}

@@ -1,0 +1,166 @@
+"""The retrieval engine on a GPU: compiled kernels, real streams, a captured step; and what delays on any stream do to it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine import CONFIGS, DIM, LAYERS, Engine, expected_step
+
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.memory_pool.transfer import CudaStream
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
+
+STEPS, RUNS, PROMPTS = 17, 200, [64, 99, 150]
+DELAYS = {0: 60, 20_000: 20, 400_000: 18, 20_000_000: 2}  # cycles (2 in a nanosecond): how often in a hundred
+
+
+class DelayedStream(CudaStream):
+    """Delays at random the computation, and what is submitted before and after its work: by more than the host needs for a step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("cuda")
+        self.random = random.Random(seed)
+
+    def delay(self) -> None:
+        torch.cuda._sleep(*self.random.choices(list(DELAYS), DELAYS.values()))
+
+    def submit(self, work):
+        def delayed() -> None:
+            self.delay()
+            work()
+            self.delay()
+
+        handle = super().submit(delayed)
+        self.delay()
+        return handle
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_decode_on_a_gpu_follows_the_paper(config):
+    engine = Engine(config, prompts=[5, 64, 99], steps=STEPS, stream=CudaStream("cuda"), device="cuda")
+    engine.extend(engine.requests, [request.prompt for request in engine.requests])
+    for _ in range(STEPS):
+        outputs = [output.cpu() for output in engine.decode(engine.requests)]
+        for layer, output in enumerate(outputs):
+            for index, request in enumerate(engine.requests):
+                expected, _ = expected_step(config, request, layer)
+                torch.testing.assert_close(output[index].view_as(expected), expected, atol=2e-5, rtol=2e-5)
+
+
+class CapturedEngine(Engine):
+    """Decodes by one CUDA graph of all layers, with a padding request at the end of the batch."""
+
+    def capture(self) -> None:
+        rows, table = self._tensors(self.requests)
+        size = len(self.requests) + 1
+        self.rows, self.seq_lens = (torch.zeros(size, dtype=torch.int64, device="cuda") for _ in range(2))
+        self.seq_lens.fill_(1)
+        self.table = torch.zeros((size, table.shape[1]), dtype=torch.int32, device="cuda")
+        self.tokens = [self._padded(self.new_tokens(layer, self.requests)) for layer in range(LAYERS)]
+        self.batch = DecodeBatch(self.rows, self.seq_lens, self.table)
+        for _ in range(2):
+            self._step()
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.outputs = self._step()
+
+    def _padded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.cat((tensor, torch.full_like(tensor[:1], torch.nan))) for tensor in tensors]
+
+    def _step(self) -> list[torch.Tensor]:
+        outputs = [self.retrieval.decode(layer, *self.tokens[layer], self.batch, DIM**-0.5) for layer in range(LAYERS)]
+        self.retrieval.complete_all_transfers()
+        return outputs
+
+    def replay(self) -> list[torch.Tensor]:
+        self.retrieval.complete_all_transfers()
+        for request in self.requests:
+            request.tokens += 1
+        rows, table = self._tensors(self.requests)
+        self.rows[:-1], self.table[:-1] = rows, table
+        self.seq_lens[:-1] = torch.tensor([request.tokens for request in self.requests], device="cuda")
+        for layer in range(LAYERS):
+            for static, new in zip(self.tokens[layer], self._padded(self.new_tokens(layer, self.requests))):
+                static.copy_(new)
+        self.graph.replay()
+        return [output[:-1].clone() for output in self.outputs]
+
+
+@pytest.mark.parametrize("name", ["tight", "slack", "one-page-window", "always-corrected"])
+def test_a_captured_step_is_the_eager_one(name):
+    eager, captured = (
+        cls(CONFIGS[name], PROMPTS, STEPS, CudaStream("cuda"), device="cuda") for cls in (Engine, CapturedEngine)
+    )
+    captured.capture()
+    for engine in (eager, captured):
+        engine.extend(engine.requests, PROMPTS)
+    for _ in range(STEPS):
+        for expected, actual in zip(eager.decode(eager.requests), captured.replay()):
+            assert torch.equal(actual, expected)
+    rows = torch.tensor([request.row for request in captured.requests], device="cuda")
+    captured.retrieval.complete_all_transfers()
+    eager.retrieval.complete_all_transfers()
+    assert torch.equal(captured.retrieval.row_counts(rows), eager.retrieval.row_counts(rows))
+
+
+def test_a_decode_step_never_waits_for_the_device():
+    engine = Engine(CONFIGS["tight"], PROMPTS, STEPS, CudaStream("cuda"), device="cuda")
+    engine.run(steps=3)  # compiles
+    tokens = [engine.new_tokens(layer, engine.requests) for layer in range(LAYERS)]
+    rows, table = engine._tensors(engine.requests)
+    seq_lens = torch.tensor([request.tokens + 1 for request in engine.requests], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for layer in range(LAYERS):
+            engine.retrieval.decode(layer, *tokens[layer], DecodeBatch(rows, seq_lens, table), DIM**-0.5)
+        engine.retrieval.complete_all_transfers()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _run(stream, broken=None) -> torch.Tensor:
+    engine = Engine(CONFIGS["tight"], PROMPTS, STEPS, stream, device="cuda")
+    if broken is not None:
+        broken(engine.retrieval)
+    engine.extend(engine.requests, [48, 80, 100])
+    chunks = [output for output in engine.extend(engine.requests, PROMPTS)]
+    steps = [torch.stack(engine.decode(engine.requests)) for _ in range(STEPS)]
+    return torch.cat([output.flatten() for output in (*chunks, *steps)])
+
+
+def test_delays_on_any_stream_change_nothing():
+    expected = _run(CudaStream("cuda"))
+    assert expected.isfinite().all()
+    for seed in range(RUNS):
+        assert torch.equal(_run(DelayedStream(seed)), expected), f"run {seed} differs"
+
+
+def _without_waiting_for_transfers(retrieval) -> None:
+    retrieval.complete_transfers = lambda layer: retrieval.in_flight[layer].clear()
+
+
+class _Unordered(torch.cuda.Stream):
+    """A stream that passes over waits."""
+
+    def __new__(cls, stream):
+        return super().__new__(cls, stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+
+def _without_waiting_for_the_computation(retrieval) -> None:
+    """Transfers start before what the computation has been given: recall overwrites slots that attention has yet to read."""
+    retrieval.stream.stream = _Unordered(retrieval.stream.stream)
+
+
+@pytest.mark.parametrize("remove_edge", [_without_waiting_for_transfers, _without_waiting_for_the_computation])
+def test_a_removed_edge_is_caught_on_a_gpu(remove_edge):
+    """The negative control of the delays."""
+    expected = _run(CudaStream("cuda"))
+    assert any(not torch.equal(_run(DelayedStream(seed), remove_edge), expected) for seed in range(40))

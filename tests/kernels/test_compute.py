@@ -1,0 +1,233 @@
+"""Correction, score and attention as compiled kernels: the reference's results, and nothing else read or written."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels import attend, correction, reference, score
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bfloat16")
+LOW = [(torch.float16, torch.int32), pytest.param(torch.bfloat16, torch.int32, marks=INTERPRETED_BFLOAT16)]
+KINDS = [(torch.float32, torch.int64), *LOW]
+SHAPES = pytest.mark.parametrize("H, G, D", [(2, 1, 16), (2, 3, 24), (1, 4, 16), (2, 7, 16), (1, 17, 24)])
+SPLITS = pytest.mark.parametrize("programs", [1, 264], ids=["one split", "most splits"])
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """New tensors hold NaN, or True: an element that is left out shows."""
+    torch.manual_seed(0)
+    empty = torch.empty
+
+    def poisoned(*size, **options):
+        tensor = empty(*size, **options)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else True)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize(
+    "kernel", [correction.needs_correction, score.score_pages, attend.attend_pages], ids=lambda kernel: kernel.__name__
+)
+def test_signatures_are_those_of_the_reference(kernel):
+    assert inspect.signature(kernel) == inspect.signature(getattr(reference, kernel.__name__))
+
+
+def wide(queries: torch.Tensor) -> torch.Tensor:
+    """The same queries as a view of rows that hold more, as in a fused qkv projection."""
+    batch, heads, head_dim = queries.shape
+    qkv = torch.full((batch, heads + 2, head_dim + 8), float("nan"), dtype=queries.dtype, device=queries.device)
+    view = qkv[:, 1 : heads + 1, :head_dim]
+    view.copy_(queries)
+    return view
+
+
+def some_rows(batch: int, num_rows: int, index: torch.dtype) -> torch.Tensor:
+    """Distinct rows, but the second and the last request are padding."""
+    rows = torch.randperm(num_rows - 1)[:batch] + 1
+    if batch > 1:
+        rows[[1, -1]] = 0
+    return rows.to(DEVICE, index)
+
+
+def correct_both(queries, rows, previous, tau, num_kv_heads):
+    """Flags, previous queries and counts after the kernel; they are the reference's."""
+    counts = torch.randint(100, (len(previous), 3), device=DEVICE)
+    got = [previous.clone(), counts.clone()]
+    expected = [previous.clone(), counts.clone()]
+    turned = correction.needs_correction(queries, rows, got[0], tau, got[1], num_kv_heads)
+    assert turned.dtype == torch.bool
+    assert torch.equal(turned, reference.needs_correction(queries, rows, expected[0], tau, expected[1], num_kv_heads))
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    return turned, got[0], got[1] - counts
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype, index", [(torch.float32, torch.int64), (torch.bfloat16, torch.int32), (torch.float16, torch.int64)])
+def test_correction_flags_remembers_and_counts(H, G, D, dtype, index):
+    rows = some_rows(9, 14, index)
+    queries = torch.randn(9, H * G, D, device=DEVICE, dtype=dtype)
+    before = torch.randn(14, H * G, D, device=DEVICE, dtype=dtype)
+    distance = torch.tensor([0.5, 2], device=DEVICE).repeat(5)[:9]  # cosines about 0.9 and 0.45
+    before[rows] = (queries + distance[:, None, None] * torch.randn_like(queries)).to(dtype)
+    before[0] = torch.randn_like(before[0])
+    turned, previous, corrected = correct_both(wide(queries), rows, before, 0.7, H)
+    assert 0 < turned.sum() < 7 * H and not turned[rows == 0].any()
+    others = torch.ones(14, dtype=torch.bool, device=DEVICE).index_fill(0, rows[rows > 0].long(), False)
+    assert torch.equal(previous[others], before[others]) and torch.equal(previous[rows[rows > 0]], queries[rows > 0])
+    assert corrected[:, reference.CORRECTED].sum() == turned.sum() and not corrected[:, : reference.CORRECTED].any()
+
+
+@pytest.mark.parametrize("tau, flagged", [(1.1, True), (2, True), (-1.1, False), (0.9, False), (float("inf"), True)])
+def test_a_query_that_stays_is_corrected_only_where_tau_says_always(tau, flagged):
+    queries = torch.randn(3, 6, 16, device=DEVICE)
+    turned, _, _ = correct_both(queries, torch.tensor([2, 4, 1], device=DEVICE), queries[[0, 2, 0, 0, 1]].clone(), tau, 2)
+    assert (turned == flagged).all()
+
+
+@pytest.mark.parametrize("tau, flagged", [(0.01, True), (-0.01, False)])
+def test_a_query_of_zeros_has_cosine_zero(tau, flagged):
+    queries, previous = torch.zeros(2, 4, 16, device=DEVICE), torch.randn(3, 4, 16, device=DEVICE)
+    previous[2] = 0
+    turned, _, _ = correct_both(queries, torch.tensor([1, 2], device=DEVICE), previous, tau, 2)
+    assert (turned == flagged).all()
+
+
+def test_tiny_queries_are_clamped_as_torch_clamps_them():
+    queries = torch.full((1, 2, 16), 1e-9, device=DEVICE)  # of norm 4e-9 < 1e-8: cosine 0.4 ** 2
+    previous = queries.expand(2, -1, -1).clone()
+    for tau, flagged in ((0.161, True), (0.159, False)):
+        turned, _, _ = correct_both(queries, torch.tensor([1], device=DEVICE), previous, tau, 2)
+        assert (turned == flagged).all()
+
+
+@SHAPES
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "now"])
+def test_scores_bound_the_logits_of_candidates_and_touch_no_other(H, G, D, ahead):
+    check_scores(H, G, D, torch.float32, torch.int64, ahead, PageBudget(3, 4, 2))
+
+
+@pytest.mark.parametrize("dtype, index", KINDS)
+@pytest.mark.parametrize("budget", [PageBudget(0, 2, 1), PageBudget(70, 4, 5), PageBudget(3, 4, 2)], ids=str)
+def test_scores_keep_to_the_candidates_of_any_budget(dtype, index, budget):
+    check_scores(2, 3, 24, dtype, index, True, budget)
+
+
+def check_scores(H, G, D, dtype, index, ahead, budget):
+    S, P, pool = 5, 150, 200
+    pages = torch.tensor([150, 150, 1, 9, budget.sink + budget.window, 149, 77, 130, 150], device=DEVICE).clamp(max=P)
+    seq_lens = ((pages - 1) * S + torch.tensor([1, S, 1, 2, S, 1, 3, 1, 4], device=DEVICE) - int(ahead)).clamp(min=1)
+    rows = some_rows(len(pages), 30, index)
+    turned = None if ahead else torch.rand(len(pages), H, device=DEVICE) < 0.7
+    num_pages = (seq_lens + ahead + S - 1) // S
+    page = torch.arange(P, device=DEVICE)
+    candidate = (page >= budget.sink) & (page < (num_pages - budget.window)[:, None]) & (rows > 0)[:, None]
+    page_table = torch.stack([torch.randperm(pool - 1, device=DEVICE)[:P] + 1 for _ in pages])
+    page_table = page_table.where(page < num_pages[:, None], -1)
+    digests = torch.full((pool, H, 2, D), float("nan"), device=DEVICE, dtype=dtype)
+    used = page_table[candidate]
+    digests[used] = torch.randn(len(used), H, 2, D, device=DEVICE, dtype=dtype)
+    queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype)
+
+    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, turned, S)
+    logits = score.score_pages(wide(queries), *arguments)
+    expected = reference.score_pages(queries, *arguments)
+    written = candidate[:, None].expand(-1, H, -1) if turned is None else candidate[:, None] & turned[..., None]
+    written = written.repeat_interleave(G, 1)
+    assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
+    torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=2e-5)
+    by_tile = ~candidate[:, None].expand_as(logits) if turned is None else ~written
+    assert logits[by_tile].isnan().all()
+
+
+def attention_case(H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=(1, 7, 163, 97, 160, 12), width=37, capacity=41):
+    """Arguments of attend_pages; all memory that no request may read holds NaN. Contexts beyond ``width`` pages are sparse."""
+    batch = len(seq_lens)
+    num_rows = batch + 3
+    rows = some_rows(batch, num_rows, index)
+    slot_pages = torch.full((num_rows, H, capacity), -1, dtype=torch.int32)
+    attended = torch.full((num_rows, H, width), -1, dtype=torch.int32)
+    cache = torch.full((2, num_rows * capacity, S, H, D), float("nan"))
+    for row, tokens in zip(rows.tolist(), seq_lens):
+        last = (tokens - 1) // S
+        for h in range(H):
+            held = torch.cat((torch.randperm(last)[: capacity - 2], torch.tensor([last, last + 1])))  # the next page has begun, too
+            held = held[torch.randperm(len(held))]
+            slots = torch.randperm(capacity)[: len(held)]
+            slot_pages[row, h, slots] = held.int()
+            listed = slots[torch.cat((held.eq(last).nonzero()[0], held.lt(last).nonzero().squeeze(1)))[:width]]
+            if len(listed) < width:
+                listed = torch.cat((listed, slots[held == last + 1]))
+            attended[row, h, : len(listed)] = listed.sort().values.int()
+            for slot in listed.tolist():
+                visible = min(S, tokens - int(slot_pages[row, h, slot]) * S)
+                if visible > 0 and row > 0:
+                    cache[:, row * capacity + slot, :visible, h] = torch.randn(2, visible, D)
+    queries = torch.randn(batch, H * G, D, device=DEVICE, dtype=dtype)
+    lens = torch.tensor(seq_lens, dtype=index, device=DEVICE)
+    keys, values = cache.to(DEVICE, dtype)
+    return queries, keys, values, rows, lens, slot_pages.to(DEVICE), attended.to(DEVICE), D**-0.5
+
+
+@SHAPES
+@SPLITS
+def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
+    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    case = attention_case(H, G, D, S=5 if D == 24 else 4)
+    queries, rows = case[0], case[3]
+    expected = reference.attend_pages(*case)
+    output = attend.attend_pages(wide(queries), *case[1:])
+    assert output.shape == queries.shape and output.is_contiguous() and expected.isfinite().all()
+    assert not output[rows == 0].any() and (expected[rows > 0] != 0).any(2).all()
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, index", LOW)
+@SPLITS
+def test_attention_in_low_precision_rounds_weights_and_output_only(dtype, index, programs, monkeypatch):
+    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    case = attention_case(2, 4, 16, 4, dtype, index)
+    queries, keys, values, *others = (x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in case)
+    exact, size = (reference.attend_pages(queries, keys, v, *others) for v in (values, values.abs()))
+    output = attend.attend_pages(*case)
+    assert output.dtype == dtype
+    bound = torch.finfo(dtype).eps / 2 * (size + exact.abs()) + 1e-5
+    assert ((output.float() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("S", [1, 24, 48])
+def test_attention_over_pages_of_any_size(S, monkeypatch):
+    monkeypatch.setattr(attend, "PROGRAMS", 20)  # two splits
+    case = attention_case(2, 4, 16, S, seq_lens=(1, S, S + 1, 5 * S, 30 * S - 1), width=9, capacity=13)
+    torch.testing.assert_close(attend.attend_pages(*case), reference.attend_pages(*case), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_of_one_request_and_one_slot():
+    case = attention_case(1, 2, 16, 4, seq_lens=(3,), width=1, capacity=2)
+    torch.testing.assert_close(attend.attend_pages(*case), reference.attend_pages(*case), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_over_a_list_longer_than_the_kernel_counts_at_once():
+    case = attention_case(1, 2, 16, 1, seq_lens=(1300, 7, 1090, 1), width=1100, capacity=1200)
+    torch.testing.assert_close(attend.attend_pages(*case), reference.attend_pages(*case), rtol=1e-5, atol=1e-5)
+
+
+@SPLITS
+def test_attention_survives_logits_that_overflow_an_exponential(programs, monkeypatch):
+    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    queries, *others = attention_case(2, 2, 16, 4)
+    queries *= 300
+    output = attend.attend_pages(queries, *others)
+    torch.testing.assert_close(output, reference.attend_pages(queries, *others), rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_that_attention_reads_is_written():
+    case = attention_case(2, 3, 16, 4)
+    before = [argument.clone() for argument in case[:-1]]
+    attend.attend_pages(*case)
+    assert all(torch.equal(old.nan_to_num(7), new.nan_to_num(7)) for old, new in zip(before, case))
