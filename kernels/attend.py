@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 264  # two for each SM of an H100 or H200
+PROGRAMS_OF_A_FEW = 1056  # where most have nothing to do, the others should not take long
 
 
 def attend_pages(
@@ -20,19 +21,24 @@ def attend_pages(
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     scale: float,
+    turned: torch.Tensor | None = None,
+    corrected: bool = False,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens).
 
-    ``queries`` may be a view of wider rows. What a list of ``attended`` holds after its first -1 is not read.
+    Programs of kv heads that do not attend end at once. ``queries`` may be a view of wider rows. What a list of ``attended`` holds after its first -1 is not read.
     """
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
     group, width = num_heads // num_kv_heads, attended.shape[2]
     assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, slot_pages, attended))
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
-    splits = max(1, min(PROGRAMS // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t)))
+    programs = PROGRAMS if turned is None or not corrected else PROGRAMS_OF_A_FEW
+    splits = max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t)))
 
-    output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
+    if output is None:
+        output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
     partial, weights = output, None
     if splits > 1:
         partial = torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=queries.device)
@@ -43,6 +49,7 @@ def attend_pages(
         values,
         rows,
         seq_lens,
+        turned,
         slot_pages,
         attended,
         partial,
@@ -52,6 +59,7 @@ def attend_pages(
         slot_pages.shape[2],
         width,
         scale * math.log2(math.e),
+        CORRECTED=int(corrected),
         H=num_kv_heads,
         G=group,
         D=head_dim,
@@ -65,7 +73,17 @@ def attend_pages(
     )
     if splits > 1:
         _merge_splits[(num_heads, batch)](
-            partial, weights, output, splits, D=head_dim, BLOCK_N=triton.next_power_of_2(splits), BLOCK_D=block_d, num_warps=8
+            partial,
+            weights,
+            turned,
+            output,
+            splits,
+            CORRECTED=int(corrected),
+            G=group,
+            D=head_dim,
+            BLOCK_N=triton.next_power_of_2(splits),
+            BLOCK_D=block_d,
+            num_warps=8,
         )
     return output
 
@@ -77,6 +95,7 @@ def _attend_pages(
     p_values,  # [R * C, S, H, D]
     p_rows,  # [B]
     p_seq_lens,  # [B]
+    p_turned,  # [B, H] or None
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_output,  # [B, Hq, splits, D]
@@ -86,6 +105,7 @@ def _attend_pages(
     C,
     A,
     scale,
+    CORRECTED: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -96,6 +116,11 @@ def _attend_pages(
     BLOCK_A: tl.constexpr,
 ):
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    attends = splits > 0
+    if p_turned is not None:
+        attends = tl.load(p_turned + i_b * H + i_h).to(tl.int32) == CORRECTED
+    if not attends:
+        return
     o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < G, o_d < D
     o_head = i_h * G + o_g
@@ -157,13 +182,21 @@ def _locate(p_list, p_pages, first_slot, o_token, last, seq_len, S: tl.constexpr
 def _merge_splits(
     p_partial,  # [B, Hq, splits, D]
     p_weights,  # [B, Hq, splits], logarithms to base 2
+    p_turned,  # [B, H] or None
     p_output,  # [B, Hq, D]
     splits,
+    CORRECTED: tl.constexpr,
+    G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    attends = splits > 0
+    if p_turned is not None:
+        attends = tl.load(p_turned + i_head // G).to(tl.int32) == CORRECTED
+    if not attends:
+        return
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_n, m_d = o_n < splits, o_d < D
     b_weight = tl.load(p_weights + i_head * splits + o_n, mask=m_n, other=float("-inf"))

@@ -16,6 +16,8 @@ _LIGHTEST = tl.constexpr(-(2**31) + 1)
 _REQUIRED = tl.constexpr(2**31 - 1)
 _FAINT = tl.constexpr(-3.0e38)
 
+USUAL_PAGES = 2048  # a context of no more pages takes a shorter way through the kernel than the longest that can be
+
 
 def seed_slots(
     logits: torch.Tensor,
@@ -87,19 +89,22 @@ def plan_pages(
 def _shape(logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int) -> dict[str, int]:
     """What both kernels are compiled for."""
     block = triton.next_power_of_2(logits.shape[2])
+    group = logits.shape[1] // slot_pages.shape[1]
     return {
         "SINK": budget.sink,
         "SELECTED": budget.selected,
         "WINDOW": budget.window,
         "H": slot_pages.shape[1],
-        "G": logits.shape[1] // slot_pages.shape[1],
+        "G": group,
+        "G_BLOCK": triton.next_power_of_2(group),
         "S": page_size,
         "C": slot_pages.shape[2],
         "A": attended.shape[2],
         "P_BLOCK": block,
+        "P_USUAL": min(block, USUAL_PAGES),
         "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
         "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
-        "num_warps": 4 if block <= 1024 else 8 if block <= 4096 else 16 if block <= 16384 else 32,
+        "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
         "maxnreg": 64 if block > 16384 else None,  # all there are for 32 warps; the compiler left to itself takes fewer
     }
 
@@ -118,10 +123,12 @@ def _seed_slots(
     WINDOW: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     A: tl.constexpr,
     P_BLOCK: tl.constexpr,
+    P_USUAL: tl.constexpr,
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
 ):
@@ -131,7 +138,35 @@ def _seed_slots(
         return
     num_pages = tl.cdiv(tl.load(p_seq_lens + i_b).to(tl.int32) + 1, S)
     p_group = p_logits + (i_b * H + i_h) * G * P
-    b_weight, m_required = _select_pages(p_group, num_pages, P, SINK, SELECTED, WINDOW, G, P_BLOCK)
+    p_table = p_slot_pages + (row * H + i_h) * C
+    p_list = p_attended + (row * H + i_h) * A
+    if num_pages <= P_USUAL:
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_USUAL, C_BLOCK, A_BLOCK)
+    elif P_USUAL < P_BLOCK:
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_BLOCK, C_BLOCK, A_BLOCK)
+
+
+@triton.jit
+def _seed(
+    p_group,
+    p_table,
+    p_list,
+    num_pages,
+    P,
+    EXTRA: tl.constexpr,
+    SINK: tl.constexpr,
+    SELECTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    A: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+    C_BLOCK: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+):
+    """The row of one kv head."""
+    b_weight, m_required = _select_pages(p_group, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
     m_resident = m_required | _heaviest(b_weight, EXTRA)
     b_slot = tl.cumsum(m_resident.to(tl.int32), 0) - 1
     b_rank = tl.cumsum(m_required.to(tl.int32), 0) - 1
@@ -139,10 +174,8 @@ def _seed_slots(
     num_required = tl.sum(m_required.to(tl.int32), 0)
 
     o_p, o_c, o_a = tl.arange(0, P_BLOCK), tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
-    p_table = p_slot_pages + (row * H + i_h) * C
     tl.store(p_table + b_slot, o_p, mask=m_resident & (b_slot < C))
     tl.store(p_table + o_c, -1, mask=(o_c >= num_resident) & (o_c < C))
-    p_list = p_attended + (row * H + i_h) * A
     tl.store(p_list + b_rank, b_slot, mask=m_required & (b_rank < A))
     tl.store(p_list + o_a, -1, mask=(o_a >= num_required) & (o_a < A))
 
@@ -172,10 +205,12 @@ def _plan_pages(
     WINDOW: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     A: tl.constexpr,
     P_BLOCK: tl.constexpr,
+    P_USUAL: tl.constexpr,
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
 ):
@@ -187,28 +222,20 @@ def _plan_pages(
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     num_pages = tl.cdiv(seq_len + AHEAD, S)
     p_group = p_logits + (i_b * H + i_h) * G * P
-    b_weight, m_required = _select_pages(p_group, num_pages, P, SINK, SELECTED, WINDOW, G, P_BLOCK)
-
-    o_p, o_c, o_a = tl.arange(0, P_BLOCK), tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     p_marks = p_notes + (i_b * H + i_h) * (P + A)
     p_missing = p_marks + P
+    o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     p_table = p_slot_pages + (row * H + i_h) * C + o_c
     b_page = tl.load(p_table, mask=o_c < C, other=-1)
-    m_held = (b_page >= 0) & (b_page < P)
-
-    # Threads exchange what they know of pages and of slots through the marks; a barrier parts every writing from reading.
-    tl.store(p_marks + o_p, tl.where(m_required, _REQUIRED, tl.maximum(b_weight, _LIGHTEST)), mask=o_p < P)
-    tl.debug_barrier()
-    b_mark = tl.load(p_marks + b_page, mask=m_held, other=_LIGHTEST)
+    if num_pages <= P_USUAL:
+        b_mark, num_missing = _compare(
+            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_USUAL
+        )
+    else:
+        b_mark, num_missing = _compare(
+            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_BLOCK
+        )
     m_kept = b_mark == _REQUIRED
-    tl.debug_barrier()
-    tl.store(p_marks + b_page, _LIGHTEST, mask=m_kept)
-    tl.debug_barrier()
-    m_missing = tl.load(p_marks + o_p, mask=o_p < P, other=_LIGHTEST) == _REQUIRED
-    b_rank = tl.cumsum(m_missing.to(tl.int32), 0) - 1
-    tl.store(p_missing + b_rank, o_p, mask=m_missing & (b_rank < A))
-    tl.debug_barrier()
-    num_missing = tl.minimum(tl.sum(m_missing.to(tl.int32), 0), A)
     # ~ turns the order round: the lightest are the heaviest
     m_victim = _heaviest(tl.where((o_c < C) & (b_mark != _REQUIRED), ~b_mark, _EXCLUDED), num_missing)
     b_incoming = tl.load(p_missing + tl.cumsum(m_victim.to(tl.int32), 0) - 1, mask=m_victim, other=-1)
@@ -237,6 +264,41 @@ def _plan_pages(
 
 
 @triton.jit
+def _compare(
+    p_group,
+    p_marks,
+    p_missing,
+    b_page,
+    num_pages,
+    P,
+    SINK: tl.constexpr,
+    SELECTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
+    A: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+):
+    """``(marks, num_missing)``: of the page in each slot, REQUIRED or its weight; and how many required pages are listed as missing.
+
+    Threads exchange what they know of pages and of slots through the marks; a barrier parts every writing from reading.
+    """
+    b_weight, m_required = _select_pages(p_group, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
+    o_p = tl.arange(0, P_BLOCK)
+    tl.store(p_marks + o_p, tl.where(m_required, _REQUIRED, tl.maximum(b_weight, _LIGHTEST)), mask=o_p < P)
+    tl.debug_barrier()
+    b_mark = tl.load(p_marks + b_page, mask=(b_page >= 0) & (b_page < tl.minimum(P, P_BLOCK)), other=_LIGHTEST)
+    tl.debug_barrier()
+    tl.store(p_marks + b_page, _LIGHTEST, mask=b_mark == _REQUIRED)
+    tl.debug_barrier()
+    m_missing = tl.load(p_marks + o_p, mask=o_p < P, other=_LIGHTEST) == _REQUIRED
+    b_rank = tl.cumsum(m_missing.to(tl.int32), 0) - 1
+    tl.store(p_missing + b_rank, o_p, mask=m_missing & (b_rank < A))
+    tl.debug_barrier()
+    return b_mark, tl.minimum(tl.sum(m_missing.to(tl.int32), 0), A)
+
+
+@triton.jit
 def _select_pages(
     p_logits,  # [G, P]
     num_pages,
@@ -245,6 +307,7 @@ def _select_pages(
     SELECTED: tl.constexpr,
     WINDOW: tl.constexpr,
     G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
     """``(weights, required)`` of reference.select_pages; the weights as integers, without the share 1 / G that all have."""
@@ -252,17 +315,26 @@ def _select_pages(
     end = tl.maximum(num_pages - WINDOW, SINK)
     m_page = o_p < tl.minimum(num_pages, P)
     m_candidate = m_page & (o_p >= SINK) & (o_p < end)
-    b_top, b_sum = tl.full([P_BLOCK], _FAINT, tl.float32), tl.zeros([P_BLOCK], tl.float32)
-    b_next = tl.load(p_logits + o_p, mask=m_candidate, other=float("-inf"))
-    for g in range(1, G + 1):
-        b_logit = b_next
-        b_next = tl.load(p_logits + g * P + o_p, mask=m_candidate & (g < G), other=float("-inf"))  # in flight meanwhile
-        b_logit -= tl.max(b_logit, 0)
-        b_logit -= tl.log(tl.sum(tl.exp(b_logit), 0))
-        b_logit = tl.maximum(b_logit, _FAINT)  # NaN becomes faint too: from here all is finite
-        b_less = tl.exp(tl.minimum(b_logit, b_top) - tl.maximum(b_logit, b_top))
-        b_sum = tl.where(b_logit > b_top, b_sum * b_less + 1, b_sum + b_less)
-        b_top = tl.maximum(b_logit, b_top)
+    if G_BLOCK * P_BLOCK <= 8192:  # the whole group at once
+        o_g = tl.arange(0, G_BLOCK)[:, None]
+        b_logits = tl.load(p_logits + o_g * P + o_p[None, :], mask=(o_g < G) & m_candidate[None, :], other=float("-inf"))
+        b_logits -= tl.max(b_logits, 1)[:, None]
+        b_logits -= tl.log(tl.sum(tl.exp(b_logits), 1))[:, None]
+        b_logits = tl.where(o_g < G, tl.maximum(b_logits, _FAINT), _FAINT)  # NaN becomes faint too: from here all is finite
+        b_top = tl.max(b_logits, 0)
+        b_sum = tl.sum(tl.exp(b_logits - b_top[None, :]), 0)
+    else:
+        b_top, b_sum = tl.full([P_BLOCK], _FAINT, tl.float32), tl.zeros([P_BLOCK], tl.float32)
+        b_next = tl.load(p_logits + o_p, mask=m_candidate, other=float("-inf"))
+        for g in range(1, G + 1):
+            b_logit = b_next
+            b_next = tl.load(p_logits + g * P + o_p, mask=m_candidate & (g < G), other=float("-inf"))  # in flight meanwhile
+            b_logit -= tl.max(b_logit, 0)
+            b_logit -= tl.log(tl.sum(tl.exp(b_logit), 0))
+            b_logit = tl.maximum(b_logit, _FAINT)  # and here
+            b_less = tl.exp(tl.minimum(b_logit, b_top) - tl.maximum(b_logit, b_top))
+            b_sum = tl.where(b_logit > b_top, b_sum * b_less + 1, b_sum + b_less)
+            b_top = tl.maximum(b_logit, b_top)
     b_weight = b_top + tl.log(b_sum)
     b_bits = b_weight.to(tl.int32, bitcast=True)
     b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), _EXCLUDED)

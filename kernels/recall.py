@@ -10,7 +10,7 @@ from sglang_freekv.kernels.misses import Misses
 
 
 def recall_pages(
-    host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, *, programs: int = 8, prefetch: bool = True
+    host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8, *, prefetch: bool = True
 ) -> None:
     """As reference.recall_pages; few programs with whole units in flight, so that the rest of the device computes on.
 

@@ -20,6 +20,7 @@ from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.misses import Misses
 
 HITS, RECALLED, CORRECTED = range(3)
+FAINT = -3.0e38
 
 
 def digest_pages(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
@@ -57,13 +58,14 @@ def offload_pages(
     host_pool[host_pages[chosen].to(host_pool.device)] = units.to(host_pool.device)
 
 
-def recall_pages(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
+def recall_pages(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8) -> None:
     """Copy the missing (page, kv head) units from the host pool (HND) to device slots (NHD), and leave the list empty.
 
     Args:
         host_pool: ``[n_page, H, 2, S, D]``.
         misses: what to copy, and where to.
         keys, values: ``[R * C, S, H, D]`` written in place.
+        programs: on a GPU, how many copy; the rest of the device computes on.
     """
     host_pages, heads, slots = (column.long() for column in misses.columns())
     units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
@@ -231,7 +233,8 @@ def select_pages(logits: torch.Tensor, tokens: torch.Tensor, budget: PageBudget,
     candidate = ((pages >= budget.sink) & (pages < end))[:, None]
     fixed = (pages < num_pages) & ((pages < budget.sink) | (pages >= end))
     grouped = logits.unflatten(1, (num_kv_heads, -1)).masked_fill(~candidate[:, None], float("-inf"))
-    weights = grouped.log_softmax(-1).logsumexp(2) - math.log(grouped.shape[2])
+    shares = grouped.log_softmax(-1).nan_to_num(nan=FAINT).clamp(min=FAINT)  # a query head that overflowed has no say
+    weights = shares.logsumexp(2) - math.log(grouped.shape[2])
     weights = weights.masked_fill(~candidate, float("-inf"))
     order = weights.sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order[..., : budget.selected], True) & candidate
@@ -336,6 +339,9 @@ def attend_pages(
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     scale: float,
+    turned: torch.Tensor | None = None,
+    corrected: bool = False,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention over the attended pages of every (request, kv head).
 
@@ -346,9 +352,12 @@ def attend_pages(
         seq_lens: ``[B]`` tokens of context, the new one included; masks the partial last page.
         slot_pages: ``[R, H, C]`` int32 logical page in each slot.
         attended: ``[R, H, A]`` int32 slots to read, -1 for none.
+        turned: ``[B, H]`` bool; None attends for all kv heads.
+        corrected: True to attend for the kv heads that turned, False for the others.
+        output: ``[B, Hq, D]`` that receives them; None for a new tensor, undefined where nothing attends.
 
     Returns:
-        ``[B, Hq, D]``.
+        ``output``.
     """
     page_size, num_kv_heads, capacity = keys.shape[1], keys.shape[2], slot_pages.shape[2]
     used = max(1, int((attended[rows] >= 0).sum(-1).max()))
@@ -362,8 +371,13 @@ def attend_pages(
     k, v = (cache[slots, :, heads].flatten(2, 3) for cache in (keys, values))
     k, v = (x.masked_fill(~visible[..., None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
     q = queries.unflatten(1, (num_kv_heads, -1))
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale).flatten(1, 2)
-    return output.masked_fill((rows == 0)[:, None, None], 0)
+    result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale)
+    result = result.masked_fill((rows == 0)[:, None, None, None], 0)
+    output = torch.empty_like(queries) if output is None else output
+    heads = torch.ones_like(visible[..., 0]) if turned is None else turned == corrected
+    grouped = output.unflatten(1, (num_kv_heads, -1))
+    grouped.copy_(result.where(heads[..., None, None], grouped))
+    return output
 
 
 def extend_attention(

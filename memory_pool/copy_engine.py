@@ -27,8 +27,8 @@ class CopyEngineRecall:
             self.copies = torch.cuda.Stream(device)
             self.converted = [torch.cuda.Event() for _ in self.buffers]
 
-    def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """As ``kernels.recall_pages``."""
+    def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0) -> None:
+        """As ``kernels.recall_pages``; no program copies."""
         host_pages, heads, slots = (column.long() for column in misses.columns())
         units = list(zip(host_pages.tolist(), heads.tolist()))
         size = len(self.buffers[0])

@@ -38,6 +38,7 @@ def pin(memory: mmap.mmap) -> int:
     Raises:
         PinError: with CUDA's reason.
     """
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy what is pinned, all of it
     content = np.frombuffer(memory, dtype=np.uint8)
     content[:: mmap.PAGESIZE] = 0  # a write per page: CUDA would have them filled one after the other
     address, cudart = content.ctypes.data, _cudart()

@@ -65,25 +65,29 @@ class ExtendBatch(DecodeBatch):
         full_index += (prefix // page_size)[full_owner]
         token_owner, token_index = _ragged(query)
 
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            """Without waiting for the device, which may be at work on the batch before."""
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
         def placed(owner: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            pages = page_table[owner.to(device), index.to(device)]
-            return pages, (starts[owner] + index * page_size).to(device)
+            pages = page_table[to_device(owner), to_device(index)]
+            return pages, to_device(starts[owner] + index * page_size)
 
         prefix_pages, prefix_starts = placed(prefix_owner, prefix_index)
         full_pages, full_starts = placed(full_owner, full_index)
         return cls(
             rows=rows,
-            seq_lens=key.to(device),
+            seq_lens=to_device(key),
             page_table=page_table,
             query_lens=query_lens,
             key_lens=key.tolist(),
-            context_starts=starts.to(device),
+            context_starts=to_device(starts),
             prefix_pages=prefix_pages,
             prefix_starts=prefix_starts,
-            new_rows=((starts + prefix)[token_owner] + token_index).to(device),
+            new_rows=to_device((starts + prefix)[token_owner] + token_index),
             full_pages=full_pages,
             full_starts=full_starts,
-            last_tokens=(query.cumsum(0) - 1).to(device),
+            last_tokens=to_device(query.cumsum(0) - 1),
         )
 
 

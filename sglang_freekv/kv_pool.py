@@ -65,7 +65,8 @@ class FreeKVPool(MHATokenToKVPool):
         self.k_buffer, self.v_buffer = buffers
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         self._init_data_ptrs_and_strides()
-        policy, stream = POLICIES[self.config.method](self.config), make_stream(self.device)
+        policy = POLICIES[self.config.method](self.config)
+        selection, transfers = make_stream(self.device), make_stream(self.device)
         self.store = Store.build(
             self.config,
             self.shape,
@@ -75,7 +76,7 @@ class FreeKVPool(MHATokenToKVPool):
             policy.digest_shape(self.head_dim),
             self.dtype,
             self.device,
-            stream,
+            transfers,
         )
         recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
@@ -83,7 +84,7 @@ class FreeKVPool(MHATokenToKVPool):
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
         attention = FlashInferExtend(*heads, self.dtype, self.device) if on_gpu else ReferenceExtend()
-        self.retrieval = Retrieval(self.config, policy, self.store, stream, recall, attention)
+        self.retrieval = Retrieval(self.config, policy, self.store, selection, transfers, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:
         if layer_id in self.retrieval_index:

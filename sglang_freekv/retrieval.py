@@ -1,7 +1,8 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
-One step of one layer: finish last step's recall, append the new token, correct the kv heads whose query turned, attend; and beside
-that, on the transfer stream, offload the page that is full, score, and behind the attention select and recall for the next step.
+One step of one layer: finish last step's recall, append the new token, attend for the kv heads whose query is like the last one; beside
+that, on the selection stream, correct the others, then attend for them. The selection stream goes on to offload the page that is full and
+to score, and behind the attention selects for the next step what the transfer stream then recalls, beside the next layer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 from sglang_freekv.policy import RetrievalPolicy
 
-NOW, AHEAD = range(2)  # what corrections do, and what runs beside the computation: each has its own counts and list of misses
+NOW, AHEAD = range(2)  # what corrections do, and what runs beside the computation: each counts for itself
+CORRECTING_PROGRAMS = 64  # of a recall that the computation waits for: the larger share of the link
+
+
+def programs_ahead(requests: int) -> int:
+    """Programs of a recall beside the computation: 8 fill the link, if the computation leaves them room on as many processors."""
+    return 8 if requests <= 8 else 16
 
 
 class ExtendAttention(Protocol):
@@ -34,7 +41,7 @@ class ExtendAttention(Protocol):
 class Recall(Protocol):
     """Brings missing units from the host pool to their slots, and leaves the list empty."""
 
-    def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+    def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int) -> None: ...
 
 
 class Retrieval:
@@ -44,7 +51,8 @@ class Retrieval:
         config: budget, sink and window.
         policy: digests, scores, correction.
         store: host pool, digests and device cache.
-        stream: where recall, offload and prefix staging run.
+        selection: the stream of corrections, and of what precedes recall: digests, offload of a filled page, scores, plans.
+        transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
         recall: how missing pages come.
         extend_attention: of the device.
     """
@@ -54,18 +62,21 @@ class Retrieval:
         config: FreeKVConfig,
         policy: RetrievalPolicy,
         store: Store,
-        stream: TransferStream,
+        selection: TransferStream,
+        transfers: TransferStream,
         recall: Recall,
         extend_attention: ExtendAttention,
     ) -> None:
-        self.config, self.policy, self.store, self.stream = config, policy, store, stream
+        self.config, self.policy, self.store = config, policy, store
+        self.selection, self.transfers = selection, transfers
         self.recall, self.extend_attention = recall, extend_attention
         self.host, self.digests, self.cache = store.host, store.digests, store.cache
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.counts = torch.zeros(2, self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
-        self.misses = [Misses.allocate(units, device) for _ in (NOW, AHEAD)]
+        self.corrected = Misses.allocate(units, device)
+        self.ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # one is filled while the last one is recalled
 
     def decode(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
@@ -86,25 +97,31 @@ class Retrieval:
             keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
         )
         turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts[NOW], self.cache.num_kv_heads)
-        logits = policy.score(queries, digests, batch, turned)
-        self._select(layer, logits, batch, turned, NOW)
+        in_flight, logits = self.in_flight[layer], []
 
-        ahead = []
+        def correct() -> None:
+            self._plan(layer, policy.score(queries, digests, batch, turned), batch, turned, NOW)
+            self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
 
-        def beside_the_attention() -> None:
+        def prepare_ahead() -> None:
             policy.digest(cache.token_rows[0], starts, filled, digests, size)
             kernels.offload_pages(*cache.token_rows, starts, filled, self.host.layers[layer])
-            ahead.append(policy.score(queries, digests, batch, None))
+            logits.append(policy.score(queries, digests, batch, None))
 
-        def behind_the_attention() -> None:
-            self._select(layer, ahead.pop(), batch, turned, AHEAD)
+        def plan_ahead() -> None:
+            self._plan(layer, logits.pop(), batch, turned, AHEAD)
+            in_flight.append(self.transfers.submit(recall_ahead))
 
-        in_flight = self.in_flight[layer]
-        in_flight.append(self.stream.submit(beside_the_attention))
-        output = kernels.attend_pages(
-            queries, cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended, scale
-        )
-        in_flight.append(self.stream.submit(behind_the_attention))
+        def recall_ahead() -> None:
+            self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
+
+        corrected = self.selection.submit(correct)
+        in_flight.append(self.selection.submit(prepare_ahead))
+        tables = (cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended)
+        output = kernels.attend_pages(queries, *tables, scale, turned, False)
+        corrected.wait()
+        kernels.attend_pages(queries, *tables, scale, turned, True, output)
+        in_flight.append(self.selection.submit(plan_ahead))
         return output
 
     def prepare_extend(self, batch: ExtendBatch) -> None:
@@ -132,7 +149,7 @@ class Retrieval:
         starts = batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads)
         pages = self.host.layers[layer]
         self.in_flight[layer].append(
-            self.stream.submit(lambda: kernels.offload_pages(context_keys, context_values, starts, batch.full_pages, pages))
+            self.transfers.submit(lambda: kernels.offload_pages(context_keys, context_values, starts, batch.full_pages, pages))
         )
         output = self.extend_attention(queries, context_keys, context_values, scale)
         self.policy.digest(context_keys, starts, batch.full_pages, self.digests.layers[layer], self.config.page_size)
@@ -154,9 +171,9 @@ class Retrieval:
         """``[B, 3]`` hits, recalled and corrected of ``rows [B]`` since their last extend."""
         return self.counts[:, rows].sum(0)
 
-    def _select(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, when: int) -> None:
-        """Select, and make resident what is missing: NOW for the kv heads that turned, AHEAD for all and the next step."""
-        cache, misses = self.cache.layers[layer], self.misses[when]
+    def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, when: int) -> None:
+        """Select, and list what is missing: NOW for the kv heads that turned, AHEAD for all and the next step."""
+        cache = self.cache.layers[layer]
         kernels.plan_pages(
             logits,
             batch.rows,
@@ -167,11 +184,10 @@ class Retrieval:
             when == AHEAD,
             cache.slot_pages,
             cache.attended,
-            misses,
+            self.ahead[layer] if when == AHEAD else self.corrected,
             self.counts[when],
             self.config.page_size,
         )
-        self.recall(self.host.layers[layer], misses, cache.keys, cache.values)
 
     def _seed(
         self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context_keys: torch.Tensor, context_values: torch.Tensor

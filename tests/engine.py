@@ -86,12 +86,13 @@ class Engine:
         shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, 2 * DIM, 4)
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
-        store = Store.build(config, shape, 400 * config.page_size, 8, 500, (2, DIM), torch.float32, device, stream)
+        selection, transfers = stream(), stream()
+        store = Store.build(config, shape, 400 * config.page_size, 8, 500, (2, DIM), torch.float32, device, transfers)
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
         policy = POLICIES[config.method](config)
-        self.retrieval = Retrieval(config, policy, store, stream, recall, ReferenceExtend())
+        self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 
@@ -140,7 +141,7 @@ CONFIGS = {
     "tight": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
     "one-page-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=4, page_size=4, tau=0.8, dense_layers=()),
     "no-sink": FreeKVConfig(budget_tokens=24, sink_tokens=0, window_tokens=16, page_size=8, tau=0.7, dense_layers=()),
-    "one-token-pages": FreeKVConfig(budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.5, dense_layers=()),
+    "one-token-pages": FreeKVConfig(budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.6, dense_layers=()),
     "always-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=2, dense_layers=()),
     "never-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=-2, dense_layers=()),
     "slack": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64),

@@ -37,7 +37,7 @@ class _Deferred:
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_decode_follows_the_paper(config, stream):
-    engine = Engine(config, prompts=[5, 64, 99], steps=17, stream=stream())
+    engine = Engine(config, prompts=[5, 64, 99], steps=17, stream=stream)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
     corrected = [0] * len(engine.requests)
     for _ in range(17):
@@ -57,7 +57,7 @@ def test_decode_follows_the_paper(config, stream):
 @pytest.mark.parametrize("budget", [108, 112, 400])
 def test_a_budget_that_covers_the_context_is_dense(budget):
     config = FreeKVConfig(budget_tokens=budget, sink_tokens=8, window_tokens=8, page_size=4, tau=0.9, dense_layers=())
-    engine = Engine(config, prompts=[3, 87], steps=20, stream=InlineStream())
+    engine = Engine(config, prompts=[3, 87], steps=20, stream=InlineStream)
     outputs = engine.run(steps=20)
     for step, layer in [(0, 0), (1, 2), (8, 1), (19, 2)]:
         for index, request in enumerate(engine.requests):
@@ -70,7 +70,7 @@ def test_a_budget_that_covers_the_context_is_dense(budget):
 def test_a_budget_one_page_short_is_not_dense():
     outputs = {
         budget: Engine(
-            FreeKVConfig(budget_tokens=budget, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()), [87], 20, InlineStream()
+            FreeKVConfig(budget_tokens=budget, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()), [87], 20, InlineStream
         ).run(steps=20)
         for budget in (104, 108)
     }
@@ -81,7 +81,7 @@ def test_a_budget_one_page_short_is_not_dense():
 @pytest.mark.parametrize("chunks", [[48, 100], [4, 8, 12, 100], [96, 100]])
 def test_chunks_and_prefix_hits_leave_no_trace(chunks):
     config = CONFIGS["tight"]
-    whole, parts = (Engine(config, prompts=[100], steps=16, stream=DeferredStream()) for _ in range(2))
+    whole, parts = (Engine(config, prompts=[100], steps=16, stream=DeferredStream) for _ in range(2))
     whole.extend(whole.requests, [100])
     for end in chunks:
         parts.extend(parts.requests, [end])
@@ -92,12 +92,12 @@ def test_chunks_and_prefix_hits_leave_no_trace(chunks):
 
 def test_a_prefix_is_shared_by_pages_and_a_row_is_handed_on():
     config = CONFIGS["tight"]
-    engine = Engine(config, prompts=[100], steps=16, stream=DeferredStream())
+    engine = Engine(config, prompts=[100], steps=16, stream=DeferredStream)
     engine.run(steps=16)
     first = engine.requests[0]
     second = Request(100, 116, first.row, torch.cat((first.pages[:20], engine.free_pages[:10])), engine.generator, tokens=80)
     second.q, second.k, second.v = first.q, first.k, first.v  # the same text, found in the tree; the same row, just freed
-    fresh = Engine(config, prompts=[100], steps=16, stream=InlineStream())
+    fresh = Engine(config, prompts=[100], steps=16, stream=InlineStream)
     engine.extend([second], [100])
     fresh.extend(fresh.requests, [100])
     for _ in range(16):
@@ -106,7 +106,7 @@ def test_a_prefix_is_shared_by_pages_and_a_row_is_handed_on():
 
 
 def test_recall_after_offload_is_bit_exact():
-    engine = Engine(CONFIGS["tight"], prompts=[100], steps=24, stream=DeferredStream())
+    engine = Engine(CONFIGS["tight"], prompts=[100], steps=24, stream=DeferredStream)
     engine.run(steps=24)
     request, retrieval = engine.requests[0], engine.retrieval
     for layer in range(LAYERS):
@@ -124,7 +124,7 @@ def test_recall_after_offload_is_bit_exact():
 
 
 def test_the_digest_check_tells_corruption_from_nan():
-    engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream())
+    engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream)
     engine.run(steps=8)
     store, policy = engine.retrieval.store, engine.retrieval.policy
     pages = engine.requests[0].pages[:25]
@@ -137,7 +137,7 @@ def test_the_digest_check_tells_corruption_from_nan():
 
 @pytest.mark.parametrize("damage", ["a page twice", "different numbers", "empty slot", "slot attended to twice", "padding page"])
 def test_broken_invariants_are_found(damage):
-    engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream())
+    engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream)
     engine.run(steps=8)
     store, row = engine.retrieval.store, engine.requests[0].row
     store.check_integrity(engine.requests[0].pages[:25], engine.retrieval.policy)
@@ -176,7 +176,7 @@ def test_a_removed_edge_is_caught(remove_edge):
     config = CONFIGS["tight"]
     outputs = []
     for broken in (False, True):
-        engine = Engine(config, prompts=[100], steps=16, stream=DeferredStream())
+        engine = Engine(config, prompts=[100], steps=16, stream=DeferredStream)
         if broken:
             remove_edge(engine.retrieval)
         engine.extend(engine.requests, [48])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import wraps
+from unittest import mock
 
 import pytest
 import torch
@@ -20,14 +22,15 @@ DELAYS = {0: 60, 20_000: 20, 400_000: 18, 20_000_000: 2}  # cycles (2 in a nanos
 class DelayedStream(CudaStream):
     """Delays at random the computation, and what is submitted before and after its work: by more than the host needs for a step."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, generator: random.Random) -> None:
         super().__init__("cuda")
-        self.random = random.Random(seed)
+        self.random = generator
 
     def delay(self) -> None:
         torch.cuda._sleep(*self.random.choices(list(DELAYS), DELAYS.values()))
 
     def submit(self, work):
+        @wraps(work)
         def delayed() -> None:
             self.delay()
             work()
@@ -38,9 +41,18 @@ class DelayedStream(CudaStream):
         return handle
 
 
+def delayed_streams(seed: int):
+    generator = random.Random(seed)
+    return lambda: DelayedStream(generator)
+
+
+def cuda_stream() -> CudaStream:
+    return CudaStream("cuda")
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_decode_on_a_gpu_follows_the_paper(config):
-    engine = Engine(config, prompts=[5, 64, 99], steps=STEPS, stream=CudaStream("cuda"), device="cuda")
+    engine = Engine(config, prompts=[5, 64, 99], steps=STEPS, stream=cuda_stream, device="cuda")
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
     for _ in range(STEPS):
         outputs = [output.cpu() for output in engine.decode(engine.requests)]
@@ -93,7 +105,7 @@ class CapturedEngine(Engine):
 @pytest.mark.parametrize("name", ["tight", "slack", "one-page-window", "always-corrected"])
 def test_a_captured_step_is_the_eager_one(name):
     eager, captured = (
-        cls(CONFIGS[name], PROMPTS, STEPS, CudaStream("cuda"), device="cuda") for cls in (Engine, CapturedEngine)
+        cls(CONFIGS[name], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)
     )
     captured.capture()
     for engine in (eager, captured):
@@ -108,7 +120,7 @@ def test_a_captured_step_is_the_eager_one(name):
 
 
 def test_a_decode_step_never_waits_for_the_device():
-    engine = Engine(CONFIGS["tight"], PROMPTS, STEPS, CudaStream("cuda"), device="cuda")
+    engine = Engine(CONFIGS["tight"], PROMPTS, STEPS, cuda_stream, device="cuda")
     engine.run(steps=3)  # compiles
     tokens = [engine.new_tokens(layer, engine.requests) for layer in range(LAYERS)]
     rows, table = engine._tensors(engine.requests)
@@ -134,33 +146,74 @@ def _run(stream, broken=None) -> torch.Tensor:
 
 
 def test_delays_on_any_stream_change_nothing():
-    expected = _run(CudaStream("cuda"))
+    expected = _run(cuda_stream)
     assert expected.isfinite().all()
     for seed in range(RUNS):
-        assert torch.equal(_run(DelayedStream(seed)), expected), f"run {seed} differs"
+        assert torch.equal(_run(delayed_streams(seed)), expected), f"run {seed} differs"
 
 
 def _without_waiting_for_transfers(retrieval) -> None:
-    retrieval.complete_transfers = lambda layer: retrieval.in_flight[layer].clear()
+    """A step uses slots and tables that the last step's recall still writes. What that reads is kept, so that nothing else breaks."""
+    kept = []
+
+    def pass_over(layer: int) -> None:
+        kept.extend(retrieval.in_flight[layer])
+        retrieval.in_flight[layer].clear()
+
+    retrieval.complete_transfers = pass_over
 
 
-class _Unordered(torch.cuda.Stream):
-    """A stream that passes over waits."""
+def _without_waiting_for_the_attention(retrieval) -> None:
+    """The plan and the recall for the next step overwrite tables and slots that this step's attention has yet to read."""
+    submit = retrieval.selection.submit
 
-    def __new__(cls, stream):
-        return super().__new__(cls, stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    def too_early(work):
+        return (_unordered(submit) if work.__name__ == "plan_ahead" else submit)(work)
 
-    def wait_stream(self, stream) -> None:
-        pass
-
-
-def _without_waiting_for_the_computation(retrieval) -> None:
-    """Transfers start before what the computation has been given: recall overwrites slots that attention has yet to read."""
-    retrieval.stream.stream = _Unordered(retrieval.stream.stream)
+    retrieval.selection.submit = too_early
 
 
-@pytest.mark.parametrize("remove_edge", [_without_waiting_for_transfers, _without_waiting_for_the_computation])
+def _without_waiting_for_the_plan(retrieval) -> None:
+    """Recall reads a list that is still being written."""
+    retrieval.transfers.submit = _unordered(retrieval.transfers.submit)
+
+
+def _without_waiting_for_the_correction(retrieval) -> None:
+    """Attention of kv heads that turned reads pages of the step before."""
+    submit, kept = retrieval.selection.submit, []
+
+    def unawaited(work):
+        handle = submit(work)
+        if work.__name__ != "correct":
+            return handle
+        kept.append(handle)
+        return type("Ignored", (), {"wait": lambda self: None})()
+
+    retrieval.selection.submit = unawaited
+
+
+def _unordered(submit):
+    """``submit`` without its own wait for the current stream; what the work submits in its turn waits."""
+    wait = torch.cuda.Stream.wait_stream
+
+    def too_early(work):
+        passed = iter([True])
+        with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: next(passed, False) or wait(self, other)):
+            return submit(work)
+
+    return too_early
+
+
+EDGES = [
+    _without_waiting_for_transfers,
+    _without_waiting_for_the_attention,
+    _without_waiting_for_the_correction,
+    _without_waiting_for_the_plan,
+]
+
+
+@pytest.mark.parametrize("remove_edge", EDGES)
 def test_a_removed_edge_is_caught_on_a_gpu(remove_edge):
     """The negative control of the delays."""
-    expected = _run(CudaStream("cuda"))
-    assert any(not torch.equal(_run(DelayedStream(seed), remove_edge), expected) for seed in range(40))
+    expected = _run(cuda_stream)
+    assert any(not torch.equal(_run(delayed_streams(seed), remove_edge), expected) for seed in range(40))

@@ -187,6 +187,22 @@ def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@SPLITS
+def test_attention_of_the_heads_that_turned_and_of_the_others_is_attention_of_all(programs, monkeypatch):
+    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    case = attention_case(3, 2, 16, S=4)
+    queries, rows = case[0], case[3]
+    whole = attend.attend_pages(*case)
+    turned = (torch.rand(len(rows), 3, device=DEVICE) < 0.5) & (rows > 0)[:, None]
+    heads = turned.repeat_interleave(2, 1)
+    for attend_pages in (attend.attend_pages, reference.attend_pages):
+        output = torch.full_like(queries, torch.nan)
+        attend_pages(*case, turned, False, output)
+        assert output[heads].isnan().all() and output[~heads].isfinite().all() and heads.any() and not heads.all()
+        attend_pages(*case, turned, True, output)
+        torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype, index", LOW)
 @SPLITS
 def test_attention_in_low_precision_rounds_weights_and_output_only(dtype, index, programs, monkeypatch):

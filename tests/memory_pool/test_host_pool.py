@@ -144,14 +144,14 @@ def test_every_layer_is_registered_once_from_a_thread_on_the_device_of_the_pool(
 def test_layers_are_registered_side_by_side(cudart, monkeypatch):
     monkeypatch.setattr(host_pool.os, "sched_getaffinity", lambda pid: set(range(LAYERS)))
     together = threading.Barrier(LAYERS, timeout=30)
-    cudart.on_register = lambda call: together.wait() * 0
+    cudart.on_register = lambda number: together.wait() * 0
     pool = build()
     assert sorted(cudart.registered) == sorted(layer.data_ptr() for layer in pool.layers)
 
 
 def test_memory_is_taken_before_it_is_registered(cudart):
     before, taken = resident_mib(), []
-    cudart.on_register = lambda call: taken.append(resident_mib() - before) or 0
+    cudart.on_register = lambda number: taken.append(resident_mib() - before) or 0
     pool = HostPool(1, 128, MIB_PAGE, torch.bfloat16, pin=True)
     assert taken[0] >= 120 and not pool.layers[0].any()
 
@@ -232,6 +232,13 @@ def test_a_failed_registration_takes_the_others_back(cudart, monkeypatch, call):
     assert cudart.registered == {}
 
 
+def test_after_a_failure_the_layers_that_wait_are_left_alone(cudart, monkeypatch):
+    monkeypatch.setattr(host_pool.os, "sched_getaffinity", lambda pid: {0})
+    cudart.on_register = lambda number: time.sleep(0.2 * (number > 1)) or 2
+    refusal(build_gib)
+    assert len(cudart.calls) < 8
+
+
 def test_layers_under_way_when_another_fails_are_taken_back_too(cudart):
     failed, under_way = threading.Event(), threading.Barrier(4, timeout=30)
 
@@ -254,7 +261,7 @@ def test_layers_under_way_when_another_fails_are_taken_back_too(cudart):
 @pytest.mark.parametrize("limit, named", [(64 << 10, True), (2 * MIB, False)])
 def test_a_memlock_limit_below_the_pool_is_named(cudart, monkeypatch, limit, named):
     limit_memlock(monkeypatch, limit)
-    cudart.on_register = lambda call: 2
+    cudart.on_register = lambda number: 2
     message = refusal(build_gib)
     remedy = "`ulimit -l` is 64 KiB, so try `ulimit -l unlimited`, or `--ulimit memlock=-1` of docker"
     assert message.endswith(remedy) if named else "(640.0 GiB are left)" in message
@@ -318,7 +325,7 @@ def test_a_kernel_without_huge_pages_will_do(monkeypatch):
 def test_progress_is_told(cudart, monkeypatch, caplog):
     monkeypatch.setattr(host_pool, "PROGRESS_S", 0.1)
     monkeypatch.setattr(host_pool.os, "sched_getaffinity", lambda pid: {0})
-    cudart.on_register = lambda call: time.sleep(0.15 * (call < 5)) or 0
+    cudart.on_register = lambda number: time.sleep(0.15 * (number < 5)) or 0
     with caplog.at_level(logging.INFO):
         build_gib()
     *progress, last = caplog.messages

@@ -1,0 +1,117 @@
+"""Stock SGLang and FreeKV on one shape, each started once: time to the first token, and time per output token."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import bench_decode
+import bench_prefill
+from report import Report, arguments, chosen, say, seconds_since_start
+from servers import BenchServer, running
+from setups import SHAPES, SYSTEMS, Setup
+
+CONTEXTS = (32768, 131072)
+PARTS = (*(f"prefill-{bench_prefill.name_of(context)}" for context in CONTEXTS), *(f"decode-{case.name}" for case in bench_decode.CASES))
+DRY_RUN = Setup(shape="needle", device="cpu", scale=16, budget=512)
+
+
+class OutOfTime(RuntimeError):
+    """The time that the run was given does not reach for this part."""
+
+
+class Clock:
+    """Deadlines of the parts of a run that ends after ``minutes``.
+
+    Args:
+        part_s: most seconds for one request of a part.
+    """
+
+    def __init__(self, minutes: float, part_s: float) -> None:
+        self.end_s, self.part_s = minutes * 60, part_s
+
+    def left(self, least_s: float = 10) -> float:
+        """Seconds that the next step may take; raises OutOfTime if they are fewer than ``least_s``."""
+        left = self.end_s - seconds_since_start()
+        if left < least_s:
+            raise OutOfTime(f"{max(0, left):.0f} s are left of {self.end_s:.0f}; run the rest with --systems, --only and --skip")
+        return min(left, self.part_s)
+
+
+def run_parts(server: BenchServer, wanted, clock: Clock, prefill: Report, decode: Report, settings: dict) -> None:
+    """All parts that are wanted of one server; the tree is emptied where a part needs it."""
+    system = server.system
+    facts = server.facts()
+    for report in (prefill, decode):
+        report.note(**{f"server {system}": facts})
+    with decode.part(f"{system}/warm-up"):
+        server.set_load(None)
+        bench_prefill.warm_up(server, clock.left())
+    for context in CONTEXTS:
+        name = bench_prefill.name_of(context)
+        if wanted(f"prefill-{name}") and system != "copies-off":
+            with prefill.part(f"{system}/prefill-{name}"):
+                server.flush()
+                bench_prefill.measure(server, context, prefill, clock.left())
+        for case in bench_decode.cases_of(system, context):
+            if wanted(f"decode-{case.name}"):
+                with decode.part(f"{system}/{case.name}"):
+                    bench_decode.measure(server, case, decode, clock.left(), **settings)
+        server.flush()
+
+
+def parse(description: str, only: list[str]) -> argparse.Namespace:
+    parser = arguments(description, "bench_decode-SHAPE and bench_prefill-SHAPE", PARTS)
+    parser.set_defaults(only=only)
+    parser.add_argument("--shape", choices=(*SHAPES, "needle"), default=Setup.shape)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="servers to start, in this order")
+    parser.add_argument("--minutes", type=float, default=9, help="when to stop, with what is measured by then")
+    parser.add_argument("--part-seconds", type=float, default=150, help="most seconds for the requests of one part")
+    parser.add_argument("--tokens", type=int, default=160, help="new tokens of a request")
+    parser.add_argument("--repeats", type=int, default=2, help="passes of a decode case that count")
+    parser.add_argument("--context-length", type=int, default=Setup.context_length)
+    parser.add_argument("--host-memory", type=float, default=Setup.host_memory, metavar="GIB", help="FreeKV's --freekv-host-memory")
+    parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
+    parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
+    parser.add_argument("--dry-run", action="store_true", help="the needle model on a CPU, contexts a sixteenth, 24 tokens")
+    parser.add_argument("--tables", action="store_true", help="measure nothing; print the tables of the results in --out")
+    return parser.parse_args()
+
+
+def main(description: str = __doc__, only: list[str] | None = None) -> int:
+    options = parse(description, only or ["*"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
+    settings = {"tokens": options.tokens, "repeats": options.repeats}
+    setup = Setup(
+        shape=options.shape,
+        context_length=options.context_length,
+        host_memory=options.host_memory,
+        extra_stock=tuple(options.stock_flags.split()),
+        extra_freekv=tuple(options.freekv_flags.split()),
+    )
+    if options.dry_run:
+        setup, settings = DRY_RUN, {"tokens": 24, "repeats": 1, "interval": 4}
+    decode, prefill = (Report(f"bench_{name}-{setup.shape}", options.out) for name in ("decode", "prefill"))
+    clock = Clock(options.minutes, options.part_seconds)
+    with tempfile.TemporaryDirectory() as scratch:
+        for system in () if options.tables else options.systems:
+            with decode.part(f"server {system}"):
+                with running(setup, system, Path(scratch), min(300, clock.left(60))) as server:
+                    run_parts(server, chosen(options), clock, prefill, decode, settings)
+            _keep_log(Path(scratch) / f"{system}.log", options.out)
+    prefill.finish()
+    return decode.finish(bench_prefill.ratios(prefill.results), bench_decode.ratios(decode.results)) or bool(prefill.failures)
+
+
+def _keep_log(log: Path, out: Path) -> None:
+    """The end of a server's log beside the results."""
+    if log.exists():
+        (out / f"{log.stem}.log").write_text("\n".join(log.read_text(errors="replace").splitlines()[-400:]) + "\n")
+        say(f"the end of its log: {out / log.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""One decode step without SGLang: a model's GEMMs and the retrieval engine in one CUDA graph; where its time goes, with parts taken away."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from replay import Controls, Replay, drain
+from replay_load import Load
+from report import Report, arguments, chosen, say, summary, table
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.memory_pool.transfer import CudaStream
+from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
+
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 4096, 14336, 128256, 32
+QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 32
+HOST_PAGES = 4096  # of each layer; the page tables draw from them
+DTYPE, DEVICE = torch.bfloat16, "cuda"
+
+
+class Model:
+    """The matrices of Llama-3.1-8B, each layer its own: they come from memory, not from a cache."""
+
+    def __init__(self) -> None:
+        def matrix(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, dtype=DTYPE, device=DEVICE) * columns**-0.5
+
+        self.layers = [
+            {
+                "qkv": matrix((QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+                "o": matrix(HIDDEN, QUERY_HEADS * HEAD_DIM),
+                "up": matrix(2 * INTERMEDIATE, HIDDEN),
+                "down": matrix(HIDDEN, INTERMEDIATE),
+            }
+            for _ in range(LAYERS)
+        ]
+        self.head = matrix(VOCABULARY, HIDDEN)
+
+    def step(self, hidden: torch.Tensor, attention) -> torch.Tensor:
+        """Logits of one token each; ``attention(layer, q, k, v)``."""
+        for index, layer in enumerate(self.layers):
+            qkv = F.linear(F.rms_norm(hidden, (HIDDEN,)), layer["qkv"]).view(len(hidden), -1, HEAD_DIM)
+            q, k, v = qkv.split((QUERY_HEADS, KV_HEADS, KV_HEADS), 1)
+            hidden = hidden + F.linear(attention(index, q, k, v).flatten(1), layer["o"])
+            gate, up = F.linear(F.rms_norm(hidden, (HIDDEN,)), layer["up"]).chunk(2, -1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer["down"])
+        return F.linear(F.rms_norm(hidden, (HIDDEN,)), self.head)
+
+
+class Step:
+    """A captured decode step of ``batch`` requests of ``context`` tokens.
+
+    Args:
+        host: pinned host pool of every layer, shared by all steps.
+        variant: what to take away or to change; a key of ``VARIANTS``.
+    """
+
+    def __init__(self, model: Model, store: Store, controls: Controls, batch: int, context: int, pages: int, variant: dict) -> None:
+        config = FreeKVConfig()
+        selection = CudaStream(DEVICE)
+        transfers = selection if variant.get("one_stream") else CudaStream(DEVICE)
+        recall = drain if variant.get("copies_off") else kernels.recall_pages
+        if programs := variant.get("programs"):
+
+            def recall(host, misses, keys, values, usual) -> None:
+                kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs)
+
+        policy = Replay(config.pages, config.page_size, config.tau, controls)
+        self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
+        rows = torch.arange(1, batch + 1, device=DEVICE)
+        self.seq_lens = torch.full((batch,), context, device=DEVICE)
+        table = torch.randint(1, HOST_PAGES, (batch, pages), dtype=torch.int32, device=DEVICE)
+        for cache in store.cache.layers:
+            logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
+            kernels.seed_slots(logits, rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, PAGE)
+        self.batch = DecodeBatch(rows, self.seq_lens, table)
+        self.hidden = torch.randn(batch, HIDDEN, dtype=DTYPE, device=DEVICE)
+        scale = HEAD_DIM**-0.5
+
+        def attend(layer: int, q, k, v) -> torch.Tensor:
+            cache = store.cache.layers[layer]
+            return kernels.attend_pages(q, cache.keys, cache.values, rows, self.seq_lens, cache.slot_pages, cache.attended, scale)
+
+        def retrieve(layer: int, q, k, v) -> torch.Tensor:
+            return self.retrieval.decode(layer, q, k, v, self.batch, scale)
+
+        attention = attend if variant.get("attention_only") else retrieve
+
+        def run() -> None:
+            self.seq_lens += 1
+            model.step(self.hidden, attention)
+            self.retrieval.complete_all_transfers()
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            run()
+            run()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            run()
+
+    def time(self, repeats: int = 40) -> list[float]:
+        """Seconds of single replays."""
+        for _ in range(10):
+            self.graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        for event in events:
+            event.record()
+            self.graph.replay()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+
+    def profile(self, path: Path) -> None:
+        """Kernels of one replay: name, stream, begin and length in microseconds."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(3):
+                self.graph.replay()
+            torch.cuda.synchronize()
+        trace = path.with_suffix(".trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        trace.unlink()
+        events.sort(key=lambda event: event["ts"])
+        events = events[len(events) // 3 : 2 * len(events) // 3]
+        start = events[0]["ts"]
+        rows = [[e["name"][:60], e["args"].get("stream"), round(e["ts"] - start, 2), round(e["dur"], 2)] for e in events]
+        path.write_text(json.dumps({"columns": ["kernel", "stream", "begin_us", "length_us"], "kernels": rows}))
+
+
+VARIANTS = {
+    "attention-only": {"attention_only": True},
+    "freekv": {},
+    "one-stream": {"one_stream": True},
+    "programs-4": {"programs": 4},
+    "programs-8": {"programs": 8},
+    "programs-16": {"programs": 16},
+    "programs-32": {"programs": 32},
+    "copies-off": {"copies_off": True},
+    "uncorrected": {"corrected": 0.0},
+}
+CASES = {"32k-b1": (32768, 1), "32k-b8": (32768, 8), "32k-b16": (32768, 16), "128k-b4": (131072, 4)}
+
+
+def main() -> int:
+    parser = arguments(__doc__, "bench_step", [f"{case}/{variant}" for case in CASES for variant in VARIANTS])
+    parser.add_argument("--corrected", type=float, default=0.13)
+    parser.add_argument("--missed", type=float, default=0.21)
+    parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
+    options = parser.parse_args()
+    wanted, report = chosen(options), Report("bench_step", options.out)
+    model, config, pages = Model(), FreeKVConfig(), 140_000 // PAGE + 1
+    shape = KVShape(LAYERS, 0, KV_HEADS, QUERY_HEADS, HEAD_DIM, 2 * HEAD_DIM, 2)
+    streams = CudaStream(DEVICE)
+    store = Store.build(config, shape, (HOST_PAGES - 1) * PAGE, 16, PAGE, (2, HEAD_DIM), DTYPE, DEVICE, streams)
+    for digests in store.digests.layers:
+        digests.normal_()
+    say("pools are up")
+    rows = []
+    for case, (context, batch) in CASES.items():
+        for name, variant in VARIANTS.items():
+            key = f"{case}/{name}"
+            if not wanted(key):
+                continue
+            with report.part(key, quiet=True):
+                controls = Controls(DEVICE)
+                candidates = context // PAGE - config.pages.sink - config.pages.window
+                controls.set(Load(variant.get("corrected", options.corrected), options.missed, candidates, config.pages.selected))
+                step = Step(model, store, controls, batch, context, pages, variant)
+                seconds = summary(step.time())
+                counts = step.retrieval.row_counts(step.batch.rows).sum(0).tolist()
+                report.add(key, {"seconds": seconds, "hits_recalled_corrected": counts})
+                rows.append((key, seconds["median"] * 1e3, *counts))
+                if key in options.profile:
+                    step.profile(options.out / f"step-{key.replace('/', '-')}.json")
+                    _tell(options.out / f"step-{key.replace('/', '-')}.json")
+                say(f"{key}: {seconds['median'] * 1e3:.2f} ms")
+    return report.finish(table(("step", "ms", "hits", "recalled", "corrected"), rows))
+
+
+def _tell(path: Path) -> None:
+    """Where the time of a profiled step went, kernel by kernel."""
+    total, count, streams = defaultdict(float), defaultdict(int), defaultdict(set)
+    for name, stream, _, length in json.loads(path.read_text())["kernels"]:
+        total[name] += length
+        count[name] += 1
+        streams[name].add(stream)
+    order = sorted(total, key=total.get, reverse=True)[:24]
+    print(table(("kernel", "us", "count", "streams"), [(name, total[name], count[name], str(sorted(streams[name]))) for name in order]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

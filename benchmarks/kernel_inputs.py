@@ -1,0 +1,201 @@
+"""Random inputs for the kernels at the shapes of real models, and what a plan of slots must satisfy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels import Misses, reference
+
+CACHED_BYTES = 256 << 20  # several times an H200's L2: rotating among sets of so many bytes, none is in it
+MISSED = 0.21
+CORRECTED = 0.13
+DTYPE = torch.bfloat16
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one measurement: heads of a model, tokens of context, requests, and FreeKV's pages."""
+
+    name: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    batch: int
+    page_size: int = 32
+    budget: PageBudget = PageBudget(16, 32, 16)
+
+    @property
+    def capacity(self) -> int:
+        return self.budget.total
+
+    @property
+    def unit_bytes(self) -> int:
+        return 2 * self.page_size * self.head_dim * DTYPE.itemsize
+
+    @property
+    def new_pages(self) -> int:
+        """Selected pages of a kv head that a step finds missing."""
+        return max(1, round(MISSED * self.budget.selected))
+
+
+@dataclass
+class Layer:
+    """What the kernels of one layer read and write, named as in ``kernels.reference``."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot_pages: torch.Tensor
+    attended: torch.Tensor
+    previous: torch.Tensor
+    digests: torch.Tensor
+    queries: torch.Tensor
+    new_keys: torch.Tensor
+    new_values: torch.Tensor
+    turned: torch.Tensor
+    logits: tuple[torch.Tensor, torch.Tensor]  # planned in turn, each makes ``new_pages`` of every kv head missing
+
+
+class Inputs:
+    """Tensors of a case on a device."""
+
+    def __init__(self, case: Case, device: str, host: torch.Tensor) -> None:
+        torch.manual_seed(0)
+        self.case, self.device, self.host_memory = case, device, host
+        self.num_rows, self.num_pages = case.batch + 2, case.context // case.page_size + 2
+        self.rows = torch.randperm(case.batch + 1, device=device)[: case.batch] + 1
+        self.seq_lens = case.context - 37 * torch.arange(case.batch, device=device) % (case.context // 2)
+        order = torch.randperm(case.batch * self.num_pages, device=device) + 1
+        self.page_table = order.to(torch.int32).view(case.batch, self.num_pages)
+        self.counts = torch.zeros(self.num_rows, 3, dtype=torch.int64, device=device)
+        self.misses = Misses.allocate(1 << (22 if device == "cuda" else 16), device)
+        layer_bytes = case.batch * case.kv_heads * case.capacity * case.unit_bytes
+        count = min(32, max(2, -(-CACHED_BYTES // layer_bytes))) if device == "cuda" else 2
+        self.layers = [self._layer() for _ in range(count)]
+
+    @cached_property
+    def host(self) -> torch.Tensor:
+        """``[n_page, H, 2, S, D]`` in pinned memory, full of random numbers."""
+        case = self.case
+        page = case.kv_heads * case.unit_bytes // DTYPE.itemsize
+        pages = self.host_memory.numel() // page
+        return self.host_memory[: pages * page].view(pages, case.kv_heads, 2, case.page_size, case.head_dim)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=DTYPE, device=self.device)
+
+    def _layer(self) -> Layer:
+        case, device = self.case, self.device
+        slots = (self.num_rows * case.capacity, case.page_size, case.kv_heads, case.head_dim)
+        previous = self.draw(self.num_rows, case.query_heads, case.head_dim)
+        queries = previous[self.rows] + self.draw(case.batch, case.query_heads, case.head_dim) / 2  # a cosine near 0.9
+        slot_pages = torch.full((self.num_rows, case.kv_heads, case.capacity), -1, dtype=torch.int32, device=device)
+        turned = torch.rand(case.batch, case.kv_heads, device=device) < CORRECTED
+        turned[0, 0] = True
+        layer = Layer(
+            keys=self.draw(*slots),
+            values=self.draw(*slots),
+            slot_pages=slot_pages,
+            attended=slot_pages.clone(),
+            previous=previous,
+            digests=self.draw(case.batch * self.num_pages + 1, case.kv_heads, 2, case.head_dim),
+            queries=queries,
+            new_keys=self.draw(case.batch, case.kv_heads, case.head_dim),
+            new_values=self.draw(case.batch, case.kv_heads, case.head_dim),
+            turned=turned,
+            logits=self._logits(),
+        )
+        reference.seed_slots(
+            layer.logits[0], self.rows, self.seq_lens, case.budget, layer.slot_pages, layer.attended, case.page_size
+        )
+        return layer
+
+    def _logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two sets ``[B, Hq, P]`` of logits whose selections differ in ``new_pages`` pages of every kv head."""
+        case = self.case
+        group = case.query_heads // case.kv_heads
+        first = torch.randn(case.batch, case.kv_heads, 1, self.num_pages, device=self.device)
+        first = first + torch.randn(case.batch, case.kv_heads, group, self.num_pages, device=self.device) / 8
+        first = first.flatten(1, 2)
+        _, order, _ = reference.select_pages(first, self.seq_lens + 1, case.budget, case.kv_heads, case.page_size)
+        chosen, new = case.budget.selected, case.new_pages
+        leaves = order[..., chosen - new : chosen].repeat_interleave(group, 1)
+        comes = order[..., chosen : chosen + new].repeat_interleave(group, 1)
+        second = first.clone()
+        second.scatter_(2, comes, first.gather(2, leaves)).scatter_(2, leaves, first.gather(2, comes))
+        return first, second
+
+
+class Pages(NamedTuple):
+    """Full pages in token rows, and the host pages that they go to."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    starts: torch.Tensor
+    host_pages: torch.Tensor
+
+
+def full_pages(inputs: Inputs, chunk: bool) -> list[Pages]:
+    """For each layer, pages that a chunk of an extend fills, or that one decode step does if every request fills one."""
+    case, found = inputs.case, []
+    for layer in inputs.layers:
+        keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
+        places = torch.randperm(len(keys) // case.page_size, device=inputs.device) * case.page_size
+        places = places[: CHUNK_TOKENS // case.page_size if chunk else case.batch]
+        hosts = torch.randperm(min(len(inputs.host), len(layer.digests)) - 1, device=inputs.device)[: len(places)] + 1
+        count = min(len(places), len(hosts))
+        found.append(Pages(keys, values, places[:count, None].expand(-1, case.kv_heads), hosts[:count]))
+    return found
+
+
+def check_plan(inputs: Inputs, layer: Layer, logits: torch.Tensor, ahead: bool, plan, tolerance: float = 1e-4) -> torch.Tensor:
+    """Plan on copies of a layer's tables, and raise AssertionError on the first property that does not hold.
+
+    Returns:
+        ``[B, H]`` bool: kv heads whose pages are the reference's; others may be where weights all but tie.
+    """
+    case, rows = inputs.case, inputs.rows
+    outcome = []
+    for planner in (plan, reference.plan_pages):
+        tables, counts = (layer.slot_pages.clone(), layer.attended.clone()), inputs.counts.clone()
+        misses = Misses.allocate(1 << 16, inputs.device)
+        planner(
+            logits, rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, ahead, *tables, misses, counts, case.page_size
+        )
+        outcome.append((tables[0][rows].long(), tables[1][rows].long(), misses.columns(), counts[rows]))
+    (pages, attended, (host_pages, heads, slots), counts), (expected_pages, expected, _, expected_counts) = outcome
+
+    planned = layer.turned | ahead
+    weights, _, required = reference.select_pages(logits, inputs.seq_lens + ahead, case.budget, case.kv_heads, case.page_size)
+
+    def listed(table: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        """``[B, H, P]`` which pages a list of slots means."""
+        found = table.gather(2, which.clamp(min=0)).where(which >= 0, inputs.num_pages)
+        marks = torch.zeros(*required.shape[:2], inputs.num_pages + 1, dtype=torch.bool, device=inputs.device)
+        return marks.scatter_(2, found, True)[..., :-1]
+
+    chosen = listed(pages, attended)
+    ordered = pages.sort(-1).values
+    assert not ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(), "a page is in two slots"
+    assert torch.equal(chosen.sum(-1)[planned], required.sum(-1)[planned]), "another number of pages is attended to"
+    lightest = weights.masked_fill(~(required & (weights > float("-inf"))), float("inf")).amin(-1, keepdim=True)
+    too_light = chosen & ~required & ~(weights >= lightest - tolerance)
+    assert not too_light[planned].any(), "pages were chosen that are lighter than others"
+    assert not (required & ~chosen & ~(weights <= lightest + tolerance))[planned].any(), "required pages are missing"
+    before = layer.slot_pages[rows].long()
+    changed = (pages != before) & (pages < (inputs.seq_lens // case.page_size)[:, None, None])
+    assert len(slots) == int(changed.sum()), f"{len(slots)} units are to be recalled, expected {int(changed.sum())}"
+    request = torch.full((inputs.num_rows,), -1, device=inputs.device).scatter_(0, rows, torch.arange(case.batch, device=inputs.device))
+    b, slot = request[slots.long() // case.capacity], slots.long() % case.capacity
+    page = pages[b, heads.long(), slot]
+    assert torch.equal(inputs.page_table[b, page], host_pages), "a unit is recalled from another page's place"
+    same = (chosen == listed(expected_pages, expected)).all(-1)
+    if bool(same.all()):
+        assert torch.equal(counts, expected_counts), "the counts are not the reference's"
+    return same

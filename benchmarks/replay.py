@@ -1,0 +1,159 @@
+"""Load replay: FreeKV with the correction rate and the miss rate of a real model, on random weights.
+
+The real kernels run, so that their cost is real; then what they decided is overwritten:
+
+- the correction flags, so that a share ``corrected`` of the kv heads turns. The heads of one layer and step drift together: their
+  probability is drawn from a Beta distribution for each (request, layer, step), as measured on DeepSeek-R1-Distill-Llama-8B;
+- the logits of the pages, so that a share ``missed`` of the selected pages is new in each step. A page's score is a sum of three cosines
+  of the step, with hashed phases and with hashed frequencies over eight octaves: some pages stay for long, others come and go. Of the pages
+  that a step selects, the share that is selected 1, 4, 16 and 64 steps later is 0.79, 0.41, 0.2 and 0.07, for 32 of 1000 pages and
+  ``missed`` = 0.21. That recency is an assumption; the two shares are measured figures.
+
+Both follow a control file, so that one server serves several loads. Without a load the policy is FreeKV.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_of
+from sglang_freekv import retrieval
+from sglang_freekv.kernels import CORRECTED, Misses
+from sglang_freekv.policy import POLICIES, FreeKV
+
+logger = logging.getLogger(__name__)
+
+LAYERS, ROWS, HEADS = 256, 1024, 32  # most that the step counters have room for
+POLL_S = 0.05
+
+
+class Controls:
+    """What the kernels read on the device, and the thread that follows the control file.
+
+    Args:
+        device: of the model.
+        path: JSON ``{"version": N, "load": [..] or null}``; when it has taken effect, N is written to ``PATH.applied``.
+    """
+
+    def __init__(self, device: str, path: Path | None = None) -> None:
+        self.device, self.path = torch.device(device), path
+        self.knobs = torch.zeros(2, dtype=torch.int32, device=device)  # on, speed
+        self.thetas = torch.zeros(THETAS, dtype=torch.float32, device=device)
+        self.steps = torch.zeros(LAYERS, ROWS, HEADS, dtype=torch.int32, device=device)
+        self.layers: dict[int, int] = {}
+        if path is not None:
+            threading.Thread(target=self._follow, name="replay-controls", daemon=True).start()
+
+    def set(self, load: Load | None) -> None:
+        """Change the load; steps that run now see the old one, or the new one, or some of both."""
+        with torch.inference_mode():
+            if load is not None:
+                self.thetas.copy_(thetas_of(load.corrected))
+            self.knobs.copy_(torch.tensor([int(load is not None), speed_of(load) if load is not None else 0], dtype=torch.int32))
+
+    def layer_of(self, tensor: torch.Tensor) -> int:
+        """A number for the layer that owns ``tensor``."""
+        layer = self.layers.setdefault(tensor.data_ptr(), len(self.layers))
+        assert layer < LAYERS, f"{layer + 1} layers, expected at most {LAYERS}"
+        return layer
+
+    def _follow(self) -> None:
+        applied = None
+        while True:
+            time.sleep(POLL_S)
+            try:
+                wanted = json.loads(self.path.read_text())
+            except (OSError, json.JSONDecodeError):
+                continue
+            if wanted["version"] != applied:
+                self._apply(wanted["load"])
+                applied = wanted["version"]
+                write_whole(self.path.with_suffix(".applied"), str(applied))
+                logger.info(f"replay: load {wanted['load']}")
+
+    def _apply(self, load: list | None) -> None:
+        load = None if load is None else Load(*load)
+        if self.device.type != "cuda":
+            self.set(load)
+            return
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            self.set(load)
+        stream.synchronize()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that no reader sees half of."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+@dataclass(frozen=True)
+class Replay(FreeKV):
+    """FreeKV whose decisions are overwritten while ``controls`` has a load."""
+
+    controls: Controls
+
+    def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
+        controls, layer = self.controls, self.controls.layer_of(previous)
+        steps = controls.steps[layer, : len(previous), :num_kv_heads]
+        assert steps.shape == (len(previous), num_kv_heads), f"{len(previous)} rows of {num_kv_heads} kv heads, expected fewer"
+        if queries.is_cuda:
+            from replay_kernels import needs_correction
+
+            return needs_correction(
+                queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer
+            )
+        turned = super().needs_correction(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
+        drawn = drawn_flags(rows, steps, controls.thetas, layer)
+        turned = torch.where(controls.knobs[0] != 0, drawn, turned) & (rows > 0)[:, None]
+        counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
+        return turned
+
+    def score(self, queries, digests, batch, turned) -> torch.Tensor:
+        logits = super().score(queries, digests, batch, turned)
+        controls, heads = self.controls, digests.shape[1]
+        layer = controls.layer_of(digests)
+        if logits.is_cuda:
+            from replay_kernels import overwrite_logits
+
+            overwrite_logits(
+                logits, batch.rows, batch.seq_lens, turned, controls.knobs, self.budget, self.page_size, heads, layer
+            )
+            return logits
+        scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
+        return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
+
+
+def drain(host_pool: torch.Tensor, misses: Misses, *others) -> None:
+    """In the place of recall: the list of misses is emptied, and nothing is copied."""
+    misses.clear()
+
+
+def install(path: Path | None, copies: bool) -> None:
+    """Make ``freekv`` the replay in this process, which is about to become a scheduler."""
+
+    @functools.cache
+    def controls() -> Controls:
+        return Controls("cuda" if torch.cuda.is_available() else "cpu", path)
+
+    POLICIES["freekv"] = lambda config: Replay(config.pages, config.page_size, config.tau, controls())
+    if not copies:
+        build = retrieval.Retrieval.__init__
+
+        def build_without_recall(self, *args, **kwargs) -> None:
+            build(self, *args, **kwargs)
+            self.recall = drain
+            logger.info("replay: recall copies nothing")
+
+        retrieval.Retrieval.__init__ = build_without_recall

@@ -1,0 +1,183 @@
+"""Triton kernels of the replay policy; ``replay_load.py`` has their twins in PyTorch, and what the numbers mean."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_freekv.kernels import CORRECTED
+
+_GOLDEN = tl.constexpr(0x9E3779B9)
+_RADIANS = tl.constexpr(3.14159265358979 / 2**31)
+_WAVES, _SLOWER = tl.constexpr(3), tl.constexpr(7)
+
+
+def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, thetas, steps, layer) -> torch.Tensor:
+    """The product's kernel read for read, but while the replay is on the flags are drawn; ``steps [R, H]`` counts the calls."""
+    batch, num_heads, head_dim = queries.shape
+    group = num_heads // num_kv_heads
+    assert queries.stride(2) == 1 and previous.is_contiguous() and counts.is_contiguous() and steps.stride(1) == 1
+    turned = torch.empty(batch, num_kv_heads, dtype=torch.bool, device=queries.device)
+    block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    _needs_correction[(batch, num_kv_heads)](
+        queries,
+        rows,
+        previous,
+        counts,
+        turned,
+        knobs,
+        thetas,
+        steps,
+        float(tau),
+        queries.stride(0),
+        queries.stride(1),
+        steps.stride(0),
+        layer,
+        THETA_SHIFT=32 - (thetas.shape[0].bit_length() - 1),
+        H=num_kv_heads,
+        G=group,
+        D=head_dim,
+        COUNTS=counts.shape[1],
+        COLUMN=CORRECTED,
+        BLOCK_G=block_g,
+        BLOCK_D=block_d,
+        num_warps=min(4, max(1, block_g * block_d // 1024)),
+    )
+    return turned
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _needs_correction(
+    p_queries,  # [B, Hq, D]
+    p_rows,  # [B]
+    p_previous,  # [R, Hq, D]
+    p_counts,  # [R, COUNTS]
+    p_turned,  # [B, H]
+    p_knobs,  # [2]: on, speed
+    p_thetas,  # quantiles of the share of kv heads that turn
+    p_steps,  # [R, H]
+    tau,
+    stride_b,
+    stride_h,
+    stride_steps,
+    layer,
+    THETA_SHIFT: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    COUNTS: tl.constexpr,
+    COLUMN: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    if row == 0:
+        tl.store(p_turned + i_b * H + i_h, row != 0)
+        return
+    o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    mask = (o_g < G)[:, None] & (o_d < D)[None, :]
+    o_head = i_h * G + o_g
+    b_new = tl.load(p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=mask, other=0.0)
+    p_old = p_previous + row * (H * G * D) + o_head[:, None] * D + o_d[None, :]
+    b_old = tl.load(p_old, mask=mask, other=0.0)
+    tl.debug_barrier()  # a thread may write what another reads
+    tl.store(p_old, b_new.to(p_previous.dtype.element_ty), mask=mask)
+
+    x, y = b_new.to(tl.float32), b_old.to(tl.float32)
+    x /= tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-8)[:, None]
+    y /= tl.maximum(tl.sqrt(tl.sum(y * y, 1)), 1e-8)[:, None]
+    similarity = tl.sum(tl.sum(x * y, 1), 0) / G
+
+    p_step = p_steps + row * stride_steps + i_h
+    step = tl.load(p_step)
+    tl.store(p_step, step + 1)
+    draw = _mix(_key(layer, row) + step.to(tl.uint32) * _GOLDEN)
+    theta = tl.load(p_thetas + (draw >> THETA_SHIFT).to(tl.int32))
+    drawn = (_mix(draw + (i_h + 1).to(tl.uint32) * _GOLDEN) >> 8).to(tl.float32) < theta * 16777216.0
+    turned = tl.where(tl.load(p_knobs) != 0, drawn, similarity < tau)
+    tl.store(p_turned + i_b * H + i_h, turned)
+    tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
+
+
+def overwrite_logits(logits, rows, seq_lens, turned, knobs, budget, page_size, num_kv_heads, layer) -> None:
+    """While the replay is on, replace the logits of candidate pages ``[B, Hq, P]``, for all query heads of a kv head alike."""
+    batch, num_heads, num_pages = logits.shape
+    block = 512
+    _overwrite_logits[(triton.cdiv(num_pages, block), num_kv_heads, batch)](
+        logits,
+        rows,
+        seq_lens,
+        turned,
+        knobs,
+        num_pages,
+        budget.sink,
+        budget.window,
+        layer,
+        H=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        S=page_size,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["layer"])  # one kernel for all layers
+def _overwrite_logits(
+    p_logits,  # [B, Hq, P]
+    p_rows,  # [B]
+    p_seq_lens,  # [B]
+    p_turned,  # [B, H] or None
+    p_knobs,  # [2]: on, speed
+    P,
+    sink,
+    window,
+    layer,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_p, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    step = tl.load(p_seq_lens + i_b).to(tl.int32)
+    selects = (row != 0) & (tl.load(p_knobs) != 0)
+    tokens = step
+    if p_turned is None:
+        tokens += 1
+    else:
+        selects = selects & (tl.load(p_turned + i_b * H + i_h) != 0)
+    end = tl.minimum((tokens + S - 1) // S - window, P)
+    first = i_p * BLOCK
+    selects = selects & (first + BLOCK > sink) & (first < end)
+    if not selects:
+        return
+    speed = tl.load(p_knobs + 1).to(tl.uint32)
+    key = _mix(_key(layer, row) + (i_h + 1).to(tl.uint32) * _GOLDEN)
+    o_p = first + tl.arange(0, BLOCK)
+    b_score = tl.zeros([BLOCK], tl.float32)
+    for wave in tl.static_range(_WAVES):
+        b_hash = _mix(key + (o_p * 4 + wave).to(tl.uint32) * _GOLDEN)
+        b_pace = _mix(b_hash + _GOLDEN)
+        b_turns = ((b_pace >> 16) + 0x8000) * speed >> (b_pace & _SLOWER)
+        b_phase = b_hash + step.to(tl.uint32) * b_turns
+        b_score += tl.cos(b_phase.to(tl.int32, bitcast=True).to(tl.float32) * _RADIANS)
+    m_p = (o_p >= sink) & (o_p < end)
+    for g in tl.static_range(G):
+        tl.store(p_logits + (i_b * (H * G) + i_h * G + g) * P + o_p, b_score, mask=m_p)
+
+
+@triton.jit
+def _key(layer, row):
+    return _mix(row.to(tl.uint32) * _GOLDEN + (layer + 1).to(tl.uint32))
+
+
+@triton.jit
+def _mix(x):
+    """A hash of 32-bit words (lowbias32)."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)

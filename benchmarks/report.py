@@ -1,0 +1,165 @@
+"""What all benchmarks share: results on disk after every measurement, the environment beside them, tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("triton", "sglang", "flashinfer-python", "sglang-freekv")
+
+
+def environment() -> dict:
+    """What a number depends on besides the benchmark."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "commit": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "cores": os.cpu_count(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def summary(samples: Iterable[float]) -> dict[str, float]:
+    """Median and spread of repeats."""
+    samples = list(samples)
+    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples), "repeats": len(samples)}
+
+
+class Report:
+    """The results of one benchmark, in ``DIRECTORY/NAME.json``: a file from an earlier run is continued, measurement by measurement.
+
+    Every result carries the number of the run that made it; ``runs`` has that run's environment.
+    """
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.path = directory / f"{name}.json"
+        directory.mkdir(parents=True, exist_ok=True)
+        earlier = json.loads(self.path.read_text()) if self.path.exists() else {"runs": [], "results": {}}
+        self.runs, self.results = [*earlier["runs"], environment()], earlier["results"]
+        self.failures: list[str] = []
+        self._lock = threading.Lock()
+
+    def add(self, key: str, result: dict) -> None:
+        """Record one measurement and write the file."""
+        self.results[key] = result | {"run": len(self.runs) - 1}
+        self._write()
+
+    def note(self, **facts) -> None:
+        """Record facts of this run beside its environment."""
+        self.runs[-1].update(facts)
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps({"runs": self.runs, "results": self.results}, indent=1, default=str) + "\n")
+            os.replace(part, self.path)
+
+    @contextmanager
+    def part(self, key: str, quiet: bool = False):
+        """A part of the benchmark: if it fails, that is recorded and the next part goes on."""
+        if not quiet:
+            say(key)
+        started = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self.failures.append(f"{key}: {text.splitlines()[0][:200]}")
+            self.runs[-1].setdefault("failures", {})[key] = traceback.format_exc()[-4000:]
+            self._write()
+            say(f"{key} FAILED: {text[:2000]}")
+        else:
+            if not quiet:
+                say(f"{key} took {time.monotonic() - started:.1f} s")
+
+    def finish(self, *tables: str) -> int:
+        """Print the tables and what failed; the exit status."""
+        for table in tables:
+            print(f"\n{table}")
+        for failure in self.failures:
+            print(f"FAILED {failure}")
+        print(f"results: {self.path}", flush=True)
+        return 1 if self.failures else 0
+
+
+_STARTED = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - _STARTED:6.1f} s] {text}", flush=True)
+
+
+def seconds_since_start() -> float:
+    return time.monotonic() - _STARTED
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
+    """Columns of one width each; the first is text."""
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(text.ljust(width) if index == 0 else text.rjust(width) for index, (text, width) in enumerate(zip(row, widths)))
+        for row in cells
+    )
+
+
+def _cell(value) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def arguments(description: str, name: str, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help=f"directory of {name}.json")
+    if parts:
+        listed = ", ".join(parts)
+        parser.add_argument("--only", nargs="+", default=["*"], metavar="PART", help=f"parts to run, wildcards allowed: {listed}")
+        parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="parts to leave out, wildcards allowed")
+    return parser
+
+
+def chosen(options: argparse.Namespace) -> Callable[[str], bool]:
+    """Whether a part was asked for."""
+
+    def wanted(part: str) -> bool:
+        return any(fnmatch(part, only) for only in options.only) and not any(fnmatch(part, skip) for skip in options.skip)
+
+    return wanted

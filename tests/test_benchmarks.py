@@ -1,0 +1,207 @@
+"""The benchmarks on a CPU: the replay hits the load it is asked for, its kernels are their twins, and every script runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from engine import Engine
+
+from sglang_freekv import policy, retrieval
+from sglang_freekv.config import FreeKVConfig, PageBudget
+from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses
+from sglang_freekv.memory_pool.transfer import InlineStream
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
+    import replay_kernels
+
+import replay  # noqa: E402
+import replay_load  # noqa: E402
+from replay import Controls, Replay  # noqa: E402
+from replay_load import Load  # noqa: E402
+
+SCRIPTS = (*sorted(path.stem for path in BENCHMARKS.glob("bench_*.py")), "replay_server")
+TIGHT = FreeKVConfig(budget_tokens=40, sink_tokens=4, window_tokens=4, page_size=1, tau=0.6, dense_layers=())
+
+
+@pytest.fixture
+def controls(monkeypatch):
+    """What the replay, which ``freekv`` now is, follows."""
+    controls = Controls("cpu")
+    monkeypatch.setitem(policy.POLICIES, "freekv", lambda config: Replay(config.pages, config.page_size, config.tau, controls))
+    return controls
+
+
+@pytest.mark.parametrize("corrected, any_of_eight", [(0.13, 0.372), (0.59, 0.885)])
+def test_heads_turn_as_often_and_as_jointly_as_measured(corrected, any_of_eight):
+    rows, steps, thetas = torch.arange(1, 65), torch.zeros(65, 8, dtype=torch.int32), replay_load.thetas_of(corrected)
+    flags = torch.stack([replay_load.drawn_flags(rows, steps, thetas, layer=7) for _ in range(300)]).float()
+    assert abs(flags.mean() - corrected) < 0.01
+    assert abs(flags.amax(-1).mean() - any_of_eight) < 0.01
+    assert (flags.mean((0, 1)) - corrected).abs().max() < 0.015, "some heads turn more often than others"
+    assert torch.equal(steps[1:], torch.full((64, 8), 300, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("missed", [0.1, 0.21])
+def test_as_many_selected_pages_are_new_as_was_asked_for(missed):
+    speed = replay_load.speed_of(Load(0.13, missed, candidates=1000, selected=32))
+    assert abs(1 - replay_load.share_kept(speed, 1000, 32, lag=1) - missed) < 0.015
+    assert replay_load.share_kept(speed, 1000, 32, lag=16) > 0.15, "nothing comes back"
+
+
+def test_the_table_is_interpolated():
+    speeds = [replay_load.speed_of(Load(0, missed, 31 * 32, 32)) for missed in (0, 0.05, 0.1, 0.15, 0.21, 0.6)]
+    assert speeds[0] == 0 and speeds == sorted(speeds) and (speeds[1], speeds[4]) == (replay_load.SPEEDS[31][0], replay_load.SPEEDS[31][2])
+    assert replay_load.SPEEDS[62][2] < replay_load.speed_of(Load(0, 0.21, 45 * 32, 32)) < replay_load.SPEEDS[31][2]
+
+
+def test_an_engine_does_what_the_load_says(controls):
+    controls.set(Load(0.59, 0.21, candidates=320, selected=32))
+    engine = Engine(TIGHT, prompts=[330], steps=40, stream=InlineStream)
+    engine.run(steps=40)
+    counts = engine.retrieval.counts.sum((0, 1))
+    assert abs(counts[RECALLED] / (counts[RECALLED] + counts[HITS]) - 0.21) < 0.03
+    assert abs(counts[CORRECTED] / (40 * 3 * 2) - 0.59) < 0.12
+    engine.retrieval.cache.check_integrity()
+
+
+def test_without_a_load_it_is_freekv(controls):
+    replayed = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
+    with mock.patch.dict(policy.POLICIES, freekv=lambda config: policy.FreeKV(config.pages, config.page_size, config.tau)):
+        plain = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
+    assert isinstance(replayed.retrieval.policy, Replay) and not isinstance(plain.retrieval.policy, Replay)
+    assert torch.equal(replayed.run(12), plain.run(12))
+    assert torch.equal(replayed.retrieval.counts, plain.retrieval.counts)
+
+
+def test_copies_off_counts_and_copies_nothing(monkeypatch):
+    monkeypatch.setitem(policy.POLICIES, "freekv", None)
+    monkeypatch.setattr(retrieval.Retrieval, "__init__", retrieval.Retrieval.__init__)  # put back afterwards
+    replay.install(None, copies=False)
+    engine = Engine(TIGHT, prompts=[100], steps=12, stream=InlineStream)
+    assert isinstance(engine.retrieval.policy, Replay)
+    with mock.patch("sglang_freekv.kernels.recall_pages", side_effect=AssertionError("something was copied")):
+        engine.run(12)
+    assert engine.retrieval.counts[..., RECALLED].sum() > 0
+    assert all(misses.length.tolist() == [0, 0] for misses in [engine.retrieval.corrected, *engine.retrieval.ahead])
+
+
+def test_a_control_file_takes_effect(tmp_path):
+    path = tmp_path / "control.json"
+    controls = Controls("cpu", path)
+    for version, load in enumerate([Load(0.13, 0.21, 1000, 32), None], 1):
+        replay.write_whole(path, json.dumps({"version": version, "load": load}))
+        deadline = time.monotonic() + 10
+        while not (applied := path.with_suffix(".applied")).exists() or applied.read_text() != str(version):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert controls.knobs.tolist() == ([1, replay_load.speed_of(load)] if load else [0, 0])
+
+
+@pytest.mark.parametrize("load", [None, Load(0.4, 0.21, 1000, 32)], ids=["off", "on"])
+@pytest.mark.parametrize("layer", [0, 1, 33])
+def test_the_kernels_are_their_twins(load, layer):
+    torch.manual_seed(0)
+    H, G, D, S, R, P, budget = 2, 3, 16, 4, 6, 75, PageBudget(2, 12, 3)
+    controls = Controls(DEVICE)
+    controls.set(load)
+    rows, seq_lens = torch.tensor([3, 0, 1, 5], device=DEVICE), torch.tensor([230, 0, 157, 299], device=DEVICE)
+    queries, previous = torch.randn(4, H * G, D, device=DEVICE), torch.randn(R, H * G, D, device=DEVICE)
+    steps, counts = torch.randint(9, (R, H), dtype=torch.int32, device=DEVICE), torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
+    expected = [each.clone().cpu() for each in (previous, counts, steps)]
+    turned = replay_kernels.needs_correction(queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas, steps, layer)
+
+    twins = Controls("cpu")
+    twins.set(load)
+    twins.layers[expected[0].data_ptr()] = layer
+    twins.steps[layer, :R, :H] = expected[2]
+    twin = Replay(budget, S, 0.1, twins)
+    assert torch.equal(turned.cpu(), twin.needs_correction(queries.cpu(), rows.cpu(), *expected[:2], H))
+    assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
+    real = rows[rows > 0].cpu()
+    assert torch.equal(steps.cpu()[real], twins.steps[layer, :R, :H][real])
+
+    for selecting in (None, torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1]], dtype=torch.bool, device=DEVICE)):
+        logits = torch.randn(4, H * G, P, device=DEVICE)
+        before = logits.clone()
+        replay_kernels.overwrite_logits(logits, rows, seq_lens, selecting, controls.knobs, budget, S, H, layer)
+        scores = replay_load.page_scores(rows.cpu(), seq_lens.cpu(), H, P, twins.knobs[1], layer).repeat_interleave(G, 1)
+        pages, end = torch.arange(P), ((seq_lens + (selecting is None) + S - 1) // S - budget.window).cpu()
+        written = ((pages >= budget.sink) & (pages < end[:, None]) & (rows.cpu() > 0)[:, None])[:, None].expand(-1, H * G, -1)
+        if selecting is not None:
+            written = written & selecting.cpu().repeat_interleave(G, 1)[..., None]
+        written = written & (load is not None)
+        torch.testing.assert_close(logits.cpu()[written], scores[written], atol=2e-6, rtol=0)
+        assert torch.equal(logits.cpu()[~written], before.cpu()[~written])
+
+
+def test_draining_is_recall_to_the_list():
+    misses = Misses.allocate(4, "cpu")
+    misses.extend(*(torch.tensor([1, 2]) for _ in range(3)))
+    replay.drain(None, misses, None, None)
+    assert misses.length.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_explains_itself(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(script).main()
+    assert end.value.code == 0 and "--" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "script, options, keys",
+    [
+        ("bench_kernels", ["--only", "*/plan*", "*/offload*"], {"ceilings", "tiny/plan_pages-ahead", "tiny/offload_pages-chunk"}),
+        (
+            "bench_recall",
+            ["--host-gib", "0.02", "--units", "16", "--only", "16KiB*/*-8", "8KiB/copy-engine"],
+            {"ceilings", "16KiB/zero-copy-8", "16KiB-nhd/zero-copy-8", "8KiB/copy-engine"},
+        ),
+    ],
+)
+def test_kernel_benchmarks_run_on_a_cpu(script, options, keys, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--device", "cpu", "--out", str(tmp_path), *options])
+    assert importlib.import_module(script).main() == 0, capsys.readouterr().out
+    written = json.loads((tmp_path / f"{script}.json").read_text())
+    assert set(written["results"]) >= keys and written["runs"][-1]["torch"] == torch.__version__
+
+
+def test_a_report_is_continued_and_survives_a_failure(tmp_path):
+    from report import Report
+
+    first = Report("demo", tmp_path)
+    first.add("kept", {"value": 1})
+    with first.part("broken"):
+        raise ValueError("no such thing")
+    first.add("kept too", {"value": 2})
+    assert first.finish() == 1
+    second = Report("demo", tmp_path)
+    second.add("new", {"value": 3})
+    written = json.loads(second.path.read_text())
+    found = {key: (each["value"], each["run"]) for key, each in written["results"].items()}
+    assert found == {"kept": (1, 0), "kept too": (2, 0), "new": (3, 1)}
+    assert "no such thing" in written["runs"][0]["failures"]["broken"]
+
+
+def test_time_per_token_is_that_of_the_common_window():
+    from bench_decode import time_per_token
+    from servers import Stream
+
+    early = Stream(0.0, [(time / 100, count) for count, time in enumerate(range(100), 1)])
+    late = Stream(0.0, [(0.5 + time * 0.02, count) for count, time in enumerate(range(30), 1)])
+    found = time_per_token([early, late])
+    assert found["fastest_s"] == pytest.approx(0.01) and found["slowest_s"] == pytest.approx(0.02)
+    with pytest.raises(ValueError, match="no window"):
+        time_per_token([early, Stream(0.0, [(2 + time, count) for count, time in enumerate(range(30), 1)])])
