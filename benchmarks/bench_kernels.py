@@ -19,7 +19,7 @@ CASES = [
     *(Case(f"qwen2.5-{context // 1024}k-b8", 28, 4, 128, context, 8) for context in (32768, 131072)),
 ]  # Qwen3-8B has the heads of Llama-3.1-8B
 TINY = Case("tiny", 6, 2, 16, 1024, 3, budget=PageBudget(2, 8, 2))
-ONLY_ON_GPU = ("recall_pages", "replay-correction", "replay-ahead")
+ONLY_ON_GPU = ("recall_pages",)
 
 
 def measure(trial: Trial, device: str, ceilings: Ceilings) -> dict:

@@ -245,23 +245,6 @@ def snapshot_pages(inputs: Inputs) -> Trial:
     return Trial([lambda: kernels.snapshot_pages(slots, inputs.rows, inputs.seq_lens, got, case.page_size)])
 
 
-def replay_logits(inputs: Inputs, ahead: bool) -> Trial:
-    """What the load replay adds to a layer; it is part of every TPOT of bench_decode, and no part of FreeKV."""
-    from replay import Controls
-    from replay_kernels import overwrite_logits
-    from replay_load import Load
-
-    case, controls = inputs.case, Controls(inputs.device)
-    controls.set(Load(0.13, 0.21, inputs.num_pages, case.budget.selected))
-
-    def run(layer) -> None:
-        turned = None if ahead else layer.turned
-        where = (layer.logits[0], inputs.rows, inputs.seq_lens, turned)
-        overwrite_logits(*where, controls.knobs, case.budget, case.page_size, case.kv_heads, layer=3)
-
-    return Trial(per_layer(inputs, run))
-
-
 KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "append_tokens": append_tokens,
     "needs_correction": needs_correction,
@@ -279,6 +262,4 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "fill_pages": fill_pages,
     "seed_slots": seed_slots,
     "snapshot_pages": snapshot_pages,
-    "replay-correction": lambda inputs: replay_logits(inputs, ahead=False),
-    "replay-ahead": lambda inputs: replay_logits(inputs, ahead=True),
 }

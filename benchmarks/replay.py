@@ -121,16 +121,14 @@ class Replay(FreeKV):
         return turned
 
     def score(self, queries, digests, batch, turned) -> torch.Tensor:
-        logits = super().score(queries, digests, batch, turned)
         controls, heads = self.controls, digests.shape[1]
         layer = controls.layer_of(digests)
-        if logits.is_cuda:
-            from replay_kernels import overwrite_logits
+        if queries.is_cuda:
+            from replay_kernels import score_pages
 
-            overwrite_logits(
-                logits, batch.rows, batch.seq_lens, turned, controls.knobs, self.budget, self.page_size, heads, layer
-            )
-            return logits
+            where = (batch.rows, batch.seq_lens, batch.page_table, self.budget, turned, self.page_size)
+            return score_pages(queries, digests, *where, controls.knobs, layer)
+        logits = super().score(queries, digests, batch, turned)
         scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
         return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
 

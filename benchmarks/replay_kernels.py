@@ -101,71 +101,105 @@ def _needs_correction(
     tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
 
 
-def overwrite_logits(logits, rows, seq_lens, turned, knobs, budget, page_size, num_kv_heads, layer) -> None:
-    """While the replay is on, replace the logits of candidate pages ``[B, Hq, P]``, for all query heads of a kv head alike."""
-    batch, num_heads, num_pages = logits.shape
-    block = 512
-    _overwrite_logits[(triton.cdiv(num_pages, block), num_kv_heads, batch)](
-        logits,
+def score_pages(queries, digests, rows, seq_lens, page_table, budget, turned, page_size, knobs, layer) -> torch.Tensor:
+    """The product's kernel read for read, but while the replay is on all query heads of a kv head get the page's score."""
+    (batch, num_heads, head_dim), num_kv_heads, num_pages = queries.shape, digests.shape[1], page_table.shape[1]
+    assert queries.stride(2) == 1 and digests.is_contiguous() and page_table.is_contiguous()
+    logits = torch.empty(batch, num_heads, num_pages, dtype=torch.float32, device=queries.device)
+    block_d = triton.next_power_of_2(2 * head_dim)
+    block_p = max(16, min(64, 32768 // (block_d * digests.element_size())))
+    _score_pages[(triton.cdiv(num_pages, block_p), num_kv_heads, batch)](
+        queries,
+        digests,
         rows,
         seq_lens,
+        page_table,
         turned,
         knobs,
+        logits,
+        queries.stride(0),
+        queries.stride(1),
         num_pages,
         budget.sink,
         budget.window,
+        1 / head_dim**0.5,
         layer,
         H=num_kv_heads,
         G=num_heads // num_kv_heads,
+        D=head_dim,
         S=page_size,
-        BLOCK=block,
+        BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_P=block_p,
+        BLOCK_D=block_d,
         num_warps=4,
     )
+    return logits
 
 
 @triton.jit(do_not_specialize=["layer"])  # one kernel for all layers
-def _overwrite_logits(
-    p_logits,  # [B, Hq, P]
+def _score_pages(
+    p_queries,  # [B, Hq, D]
+    p_digests,  # [n_page, H, 2, D]
     p_rows,  # [B]
     p_seq_lens,  # [B]
+    p_page_table,  # [B, P]
     p_turned,  # [B, H] or None
     p_knobs,  # [2]: on, speed
+    p_logits,  # [B, Hq, P]
+    stride_b,
+    stride_h,
     P,
     sink,
     window,
+    scale,
     layer,
     H: tl.constexpr,
     G: tl.constexpr,
+    D: tl.constexpr,
     S: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     i_p, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.load(p_rows + i_b).to(tl.int64)
     step = tl.load(p_seq_lens + i_b).to(tl.int32)
-    selects = (row != 0) & (tl.load(p_knobs) != 0)
+    selects = row != 0
     tokens = step
     if p_turned is None:
         tokens += 1
     else:
         selects = selects & (tl.load(p_turned + i_b * H + i_h) != 0)
     end = tl.minimum((tokens + S - 1) // S - window, P)
-    first = i_p * BLOCK
-    selects = selects & (first + BLOCK > sink) & (first < end)
+    first = i_p * BLOCK_P
+    selects = selects & (first + BLOCK_P > sink) & (first < end)
     if not selects:
         return
+
+    o_p, o_g, o_d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_p, m_g, m_d = (o_p >= sink) & (o_p < end), o_g < G, o_d < 2 * D
+    page = tl.maximum(tl.load(p_page_table + i_b * P + o_p, mask=m_p, other=0), 0).to(tl.int64)
+    unit = (page * H + i_h) * (2 * D)
+    b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
+    o_head = i_h * G + o_g
+    b_q = tl.load(
+        p_queries + i_b * stride_b + o_head[:, None] * stride_h + (o_d % D)[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
+    ).to(tl.float32)
+    b_q = tl.where((o_d < D)[None, :], tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)).to(b_digest.dtype)
+    b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee") * scale
+
     speed = tl.load(p_knobs + 1).to(tl.uint32)
     key = _mix(_key(layer, row) + (i_h + 1).to(tl.uint32) * _GOLDEN)
-    o_p = first + tl.arange(0, BLOCK)
-    b_score = tl.zeros([BLOCK], tl.float32)
+    b_score = tl.zeros([BLOCK_P], tl.float32)
     for wave in tl.static_range(_WAVES):
         b_hash = _mix(key + (o_p * 4 + wave).to(tl.uint32) * _GOLDEN)
         b_pace = _mix(b_hash + _GOLDEN)
         b_turns = ((b_pace >> 16) + 0x8000) * speed >> (b_pace & _SLOWER)
         b_phase = b_hash + step.to(tl.uint32) * b_turns
         b_score += tl.cos(b_phase.to(tl.int32, bitcast=True).to(tl.float32) * _RADIANS)
-    m_p = (o_p >= sink) & (o_p < end)
-    for g in tl.static_range(G):
-        tl.store(p_logits + (i_b * (H * G) + i_h * G + g) * P + o_p, b_score, mask=m_p)
+    replayed = tl.load(p_knobs) != 0
+    p_out = p_logits + (i_b * (H * G) + o_head[:, None]) * P + o_p[None, :]
+    tl.store(p_out, tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
 
 
 @triton.jit

@@ -16,7 +16,7 @@ _LIGHTEST = tl.constexpr(-(2**31) + 1)
 _REQUIRED = tl.constexpr(2**31 - 1)
 _FAINT = tl.constexpr(-3.0e38)
 
-USUAL_PAGES = 2048  # a context of no more pages takes a shorter way through the kernel than the longest that can be
+BLOCKS = (1024, 4096)  # a context of no more candidates takes a shorter way through the kernel than the longest that can be
 
 
 def seed_slots(
@@ -62,7 +62,7 @@ def plan_pages(
     """
     num_requests, num_pages = page_table.shape
     num_kv_heads = slot_pages.shape[1]
-    notes = torch.empty(num_requests, num_kv_heads, num_pages + attended.shape[2], dtype=torch.int32, device=logits.device)
+    notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
     _plan_pages[num_requests, num_kv_heads](
         logits,
         rows,
@@ -101,7 +101,8 @@ def _shape(logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tenso
         "C": slot_pages.shape[2],
         "A": attended.shape[2],
         "P_BLOCK": block,
-        "P_USUAL": min(block, USUAL_PAGES),
+        "P_FEW": min(block, BLOCKS[0]),
+        "P_MANY": min(block, BLOCKS[1]),
         "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
         "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
         "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
@@ -128,7 +129,8 @@ def _seed_slots(
     C: tl.constexpr,
     A: tl.constexpr,
     P_BLOCK: tl.constexpr,
-    P_USUAL: tl.constexpr,
+    P_FEW: tl.constexpr,
+    P_MANY: tl.constexpr,
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
 ):
@@ -140,9 +142,11 @@ def _seed_slots(
     p_group = p_logits + (i_b * H + i_h) * G * P
     p_table = p_slot_pages + (row * H + i_h) * C
     p_list = p_attended + (row * H + i_h) * A
-    if num_pages <= P_USUAL:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_USUAL, C_BLOCK, A_BLOCK)
-    elif P_USUAL < P_BLOCK:
+    if num_pages <= P_FEW:
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_FEW, C_BLOCK, A_BLOCK)
+    elif num_pages <= P_MANY:
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_MANY, C_BLOCK, A_BLOCK)
+    else:
         _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_BLOCK, C_BLOCK, A_BLOCK)
 
 
@@ -166,14 +170,16 @@ def _seed(
     A_BLOCK: tl.constexpr,
 ):
     """The row of one kv head."""
-    b_weight, m_required = _select_pages(p_group, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
+    b_weight, m_chosen = _select_pages(p_group, 0, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
+    o_p = tl.arange(0, P_BLOCK)
+    m_required = m_chosen | ((o_p < tl.minimum(num_pages, P)) & ((o_p < SINK) | (o_p >= num_pages - WINDOW)))
     m_resident = m_required | _heaviest(b_weight, EXTRA)
     b_slot = tl.cumsum(m_resident.to(tl.int32), 0) - 1
     b_rank = tl.cumsum(m_required.to(tl.int32), 0) - 1
     num_resident = tl.sum(m_resident.to(tl.int32), 0)
     num_required = tl.sum(m_required.to(tl.int32), 0)
 
-    o_p, o_c, o_a = tl.arange(0, P_BLOCK), tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
+    o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     tl.store(p_table + b_slot, o_p, mask=m_resident & (b_slot < C))
     tl.store(p_table + o_c, -1, mask=(o_c >= num_resident) & (o_c < C))
     tl.store(p_list + b_rank, b_slot, mask=m_required & (b_rank < A))
@@ -189,7 +195,7 @@ def _plan_pages(
     p_turned,  # [B, H]
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
-    p_notes,  # [B, H, P + A] scratch: a mark for every page, then the missing pages
+    p_notes,  # [B, H, P + 2 A] scratch: a mark for every candidate, one for every page of sink and window, then the missing pages
     p_length,  # [2]
     p_miss_pages,  # [M]
     p_miss_heads,  # [M]
@@ -210,7 +216,8 @@ def _plan_pages(
     C: tl.constexpr,
     A: tl.constexpr,
     P_BLOCK: tl.constexpr,
-    P_USUAL: tl.constexpr,
+    P_FEW: tl.constexpr,
+    P_MANY: tl.constexpr,
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
 ):
@@ -222,18 +229,23 @@ def _plan_pages(
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     num_pages = tl.cdiv(seq_len + AHEAD, S)
     p_group = p_logits + (i_b * H + i_h) * G * P
-    p_marks = p_notes + (i_b * H + i_h) * (P + A)
-    p_missing = p_marks + P
+    p_marks = p_notes + (i_b * H + i_h) * (P + 2 * A)
     o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     p_table = p_slot_pages + (row * H + i_h) * C + o_c
     b_page = tl.load(p_table, mask=o_c < C, other=-1)
-    if num_pages <= P_USUAL:
+    p_missing = p_marks + P + A
+    num_candidates = num_pages - WINDOW - SINK
+    if num_candidates <= P_FEW:
         b_mark, num_missing = _compare(
-            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_USUAL
+            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_FEW, A_BLOCK
+        )
+    elif num_candidates <= P_MANY:
+        b_mark, num_missing = _compare(
+            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_MANY, A_BLOCK
         )
     else:
         b_mark, num_missing = _compare(
-            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_BLOCK
+            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_BLOCK, A_BLOCK
         )
     m_kept = b_mark == _REQUIRED
     # ~ turns the order round: the lightest are the heaviest
@@ -278,29 +290,46 @@ def _compare(
     G_BLOCK: tl.constexpr,
     A: tl.constexpr,
     P_BLOCK: tl.constexpr,
+    A_BLOCK: tl.constexpr,
 ):
     """``(marks, num_missing)``: of the page in each slot, REQUIRED or its weight; and how many required pages are listed as missing.
 
-    Threads exchange what they know of pages and of slots through the marks; a barrier parts every writing from reading.
+    Threads exchange what they know of pages and of slots through the marks; a barrier parts every writing from reading. Candidates
+    have their marks in order, and behind them the pages that are required whatever they weigh: sink, then window.
     """
-    b_weight, m_required = _select_pages(p_group, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
-    o_p = tl.arange(0, P_BLOCK)
-    tl.store(p_marks + o_p, tl.where(m_required, _REQUIRED, tl.maximum(b_weight, _LIGHTEST)), mask=o_p < P)
+    end = tl.maximum(num_pages - WINDOW, SINK)
+    o_p, o_f = SINK + tl.arange(0, P_BLOCK), tl.arange(0, A_BLOCK)
+    b_fixed = tl.where(o_f < SINK, o_f, end + o_f - SINK)
+    m_fixed = (o_f < SINK + WINDOW) & (b_fixed < tl.minimum(num_pages, P))
+    b_weight, m_chosen = _select_pages(p_group, SINK, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
+    m_p = o_p < tl.minimum(end, P)
+    tl.store(p_marks + o_p, tl.where(m_chosen, _REQUIRED, tl.maximum(b_weight, _LIGHTEST)), mask=m_p)
+    tl.store(p_marks + P + o_f, _REQUIRED, mask=m_fixed)
+
+    m_of_sink, m_of_window = b_page < SINK, b_page >= end
+    o_mark = tl.where(m_of_sink, P + b_page, tl.where(m_of_window, P + SINK + b_page - end, b_page))
+    m_held = (b_page >= 0) & (b_page < tl.minimum(num_pages, P))
     tl.debug_barrier()
-    b_mark = tl.load(p_marks + b_page, mask=(b_page >= 0) & (b_page < tl.minimum(P, P_BLOCK)), other=_LIGHTEST)
+    b_mark = tl.load(p_marks + o_mark, mask=m_held, other=_LIGHTEST)
     tl.debug_barrier()
-    tl.store(p_marks + b_page, _LIGHTEST, mask=b_mark == _REQUIRED)
+    tl.store(p_marks + o_mark, _LIGHTEST, mask=b_mark == _REQUIRED)
     tl.debug_barrier()
-    m_missing = tl.load(p_marks + o_p, mask=o_p < P, other=_LIGHTEST) == _REQUIRED
-    b_rank = tl.cumsum(m_missing.to(tl.int32), 0) - 1
+    m_lost = tl.load(p_marks + P + o_f, mask=m_fixed, other=_LIGHTEST) == _REQUIRED
+    m_missing = tl.load(p_marks + o_p, mask=m_p, other=_LIGHTEST) == _REQUIRED
+    lost_of_sink = tl.sum((m_lost & (o_f < SINK)).to(tl.int32), 0)
+    missing = tl.sum(m_missing.to(tl.int32), 0)
+    b_rank = lost_of_sink + tl.cumsum(m_missing.to(tl.int32), 0) - 1
     tl.store(p_missing + b_rank, o_p, mask=m_missing & (b_rank < A))
+    b_rank = tl.cumsum(m_lost.to(tl.int32), 0) - 1 + tl.where(o_f < SINK, 0, missing)
+    tl.store(p_missing + b_rank, b_fixed, mask=m_lost & (b_rank < A))
     tl.debug_barrier()
-    return b_mark, tl.minimum(tl.sum(m_missing.to(tl.int32), 0), A)
+    return b_mark, tl.minimum(missing + tl.sum(m_lost.to(tl.int32), 0), A)
 
 
 @triton.jit
 def _select_pages(
     p_logits,  # [G, P]
+    first,
     num_pages,
     P,
     SINK: tl.constexpr,
@@ -310,12 +339,11 @@ def _select_pages(
     G_BLOCK: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
-    """``(weights, required)`` of reference.select_pages; the weights as integers, without the share 1 / G that all have."""
-    o_p = tl.arange(0, P_BLOCK)
-    end = tl.maximum(num_pages - WINDOW, SINK)
-    m_page = o_p < tl.minimum(num_pages, P)
-    m_candidate = m_page & (o_p >= SINK) & (o_p < end)
-    if G_BLOCK * P_BLOCK <= 8192:  # the whole group at once
+    """Weights of reference.select_pages for the pages from ``first`` on, as integers and without the share 1 / G that all have; and
+    which are chosen."""
+    o_p = first + tl.arange(0, P_BLOCK)
+    m_candidate = (o_p >= SINK) & (o_p < tl.minimum(num_pages - WINDOW, P))
+    if G_BLOCK * P_BLOCK <= 16384:  # the whole group at once
         o_g = tl.arange(0, G_BLOCK)[:, None]
         b_logits = tl.load(p_logits + o_g * P + o_p[None, :], mask=(o_g < G) & m_candidate[None, :], other=float("-inf"))
         b_logits -= tl.max(b_logits, 1)[:, None]
@@ -338,7 +366,7 @@ def _select_pages(
     b_weight = b_top + tl.log(b_sum)
     b_bits = b_weight.to(tl.int32, bitcast=True)
     b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), _EXCLUDED)
-    return b_order, _heaviest(b_order, SELECTED) | (m_page & ((o_p < SINK) | (o_p >= end)))
+    return b_order, _heaviest(b_order, SELECTED)
 
 
 @triton.jit
