@@ -1,0 +1,103 @@
+"""Needle questions on a GPU: are FreeKV's tokens stock SGLang's where the budget covers the context, and its answers right where not."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "needle")]
+
+import tasks  # noqa: E402
+from report import ROOT, Report, arguments, chosen, say, table  # noqa: E402
+from servers import words  # noqa: E402
+from sglang_freekv.launch.server import Server, free_port  # noqa: E402
+
+NEEDLE_MODEL = Path(__file__).parent / "needle" / "model"
+LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3
+NEW_TOKENS, CONCURRENCY = 16, 16
+FREEKV = {"--kv-retrieval": "freekv", "--freekv-host-memory": 6}
+SMALL = FREEKV | {"--freekv-budget": 512}
+SYSTEMS = {
+    "stock": {"--attention-backend": "flashinfer", "--page-size": 32},
+    "covering": FREEKV | {"--freekv-budget": 16384},
+    "budget-512": SMALL,
+    "without-overlap": SMALL | {"--disable-overlap-schedule": True},
+    "without-graphs": SMALL | {"--cuda-graph-backend-decode": "disabled"},
+    "copy-engine": SMALL | {"--freekv-recall": "copy-engine"},
+    "host-nhd": SMALL | {"--freekv-host-layout": "nhd"},
+    "slack-4": SMALL | {"--freekv-device-cache": 2048},
+}
+PAIRS = (("stock", "covering"), *(("budget-512", other) for other in list(SYSTEMS)[3:]))
+
+
+def questions() -> list[tuple[int, object]]:
+    """(length, prompt) of every question; the same for all systems."""
+    generator = np.random.default_rng(1)
+    documents = [(length, tasks.make_document(generator, length, needle_count=16, tasks=TASKS)) for length in LENGTHS for _ in range(DOCUMENTS)]
+    return [(length, document.ask(fact)) for length, document in documents for fact in document.facts[: len(TASKS)]]
+
+
+def answer_all(server: Server, prompts: list) -> list[list[int]]:
+    """Greedy tokens, at ``CONCURRENCY``."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+
+    def answer(prompt) -> list[int]:
+        return server.post("/generate", {"input_ids": list(map(int, prompt.token_ids)), "sampling_params": sampling})["output_ids"]
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(answer, prompts))
+
+
+def equal_tokens(some: list[list[int]], others: list[list[int]]) -> float:
+    pairs = [(x, y) for a, b in zip(some, others) for x, y in zip(a, b)]
+    return sum(x == y for x, y in pairs) / len(pairs)
+
+
+def main() -> int:
+    parser = arguments(__doc__, "bench_needle", list(SYSTEMS))
+    options = parser.parse_args()
+    wanted, report, asked = chosen(options), Report("bench_needle", options.out), questions()
+    prompts = [prompt for _, prompt in asked]
+    common = {
+        "--model-path": NEEDLE_MODEL, "--device": "cuda", "--dtype": "bfloat16", "--mem-fraction-static": 0.5, "--random-seed": 0,
+        "--sampling-backend": "pytorch", "--max-running-requests": CONCURRENCY, "--max-total-tokens": 200_000,
+    }  # fmt: skip
+    answers, rows = {}, []
+    with tempfile.TemporaryDirectory() as scratch:
+        servers = {}
+        for name, flags in SYSTEMS.items():
+            if wanted(name):
+                servers[name] = Server(words(common | flags), port := free_port(), Path(scratch) / f"{name}.log", ROOT)
+                say(f"starting {name} on port {port}")
+        for name, server in servers.items():
+            with report.part(name):
+                server.wait_until_ready(lambda news: None)
+                answers[name] = answer_all(server, prompts)
+                again = answer_all(server, prompts)
+                right: dict[str, list[bool]] = {}
+                for (length, prompt), tokens in zip(asked, answers[name]):
+                    found = tuple(tokens[: len(prompt.answer_token_ids)]) == tuple(prompt.answer_token_ids)
+                    right.setdefault(f"{prompt.task} {length}", []).append(found)
+                accuracy = {task: float(np.mean(results)) for task, results in right.items()}
+                repeat = equal_tokens(answers[name], again)
+                report.add(name, {"questions": len(asked), "accuracy": accuracy, "equal_to_its_repeat_on_prefix_hits": repeat})
+                rows.append((name, *accuracy.values(), repeat))
+        for server in servers.values():
+            server.process.terminate()
+        for server in servers.values():
+            server.stop()
+    for one, other in PAIRS:
+        if one in answers and other in answers:
+            report.add(f"{one} / {other}", {"equal_tokens": (same := equal_tokens(answers[one], answers[other])), "tokens": len(asked) * NEW_TOKENS})
+            rows.append((f"tokens of {one} and {other}", same))
+    header = ("right answers", *(accuracy if rows else ()), "repeat") if rows else ("nothing",)
+    width = len(header)
+    return report.finish(table(header, [[*row, *[None] * (width - len(row))] for row in rows]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
