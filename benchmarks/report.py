@@ -29,7 +29,7 @@ def environment() -> dict:
     on_gpu = torch.cuda.is_available()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": _command(),
         "commit": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
@@ -38,6 +38,14 @@ def environment() -> dict:
         "torch": torch.__version__,
         **{name: _version(name) for name in PACKAGES},
     }
+
+
+def _command() -> str:
+    """As typed, but for where the results went."""
+    words = list(sys.argv[1:])
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
+    return " ".join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def _output(*command: str) -> str | None:

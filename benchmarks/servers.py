@@ -138,7 +138,8 @@ class BenchServer(Server):
     def facts(self) -> dict:
         """What was served, for the results."""
         info = self.get("/server_info")
-        return {"command": str(self), "freekv": info.get("freekv"), "max_total_num_tokens": info.get("max_total_num_tokens")}
+        command = str(self).replace(f"{self.control.parent}/", "").replace(f"{ROOT}/", "")
+        return {"command": command, "freekv": info.get("freekv"), "max_total_num_tokens": info.get("max_total_num_tokens")}
 
     def fault(self) -> str | None:
         """What its log tells that went wrong."""

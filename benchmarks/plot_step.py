@@ -1,0 +1,81 @@
+"""A profiled decode step as a picture: two layers of ``bench_step.py --profile``, streams as lanes.
+
+    python benchmarks/plot_step.py benchmarks/results/step-32k-b8.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from html import escape
+from pathlib import Path
+
+WIDTH, LANE, GAP, LEFT, TOP = 1400, 46, 16, 150, 40
+LAYER, LAYERS = 16, 2  # where to begin, and how many
+COLOURS = {
+    "GEMM": "#c9d3df", "other": "#e4e7eb", "append": "#f2b84b", "correction test": "#f2b84b", "digest, offload": "#8f7fc4",
+    "score": "#63a375", "plan": "#2f7d4f", "recall": "#c8553d", "attention": "#3a6ea5",
+}  # fmt: skip
+KINDS = (
+    ("_append", "append"), ("_needs_correction", "correction test"), ("_digest", "digest, offload"), ("_offload", "digest, offload"),
+    ("_score", "score"), ("_plan", "plan"), ("_recall", "recall"), ("_attend", "attention"), ("_merge", "attention"), ("nvjet", "GEMM"),
+)  # fmt: skip
+LANES = ("main", "selection", "transfers")
+
+
+def kind_of(name: str) -> str:
+    return next((kind for prefix, kind in KINDS if name.startswith(prefix)), "other")
+
+
+def lanes_of(kernels: list[list]) -> list[tuple[str, str, float, float]]:
+    """(lane, kind, begin, length): streams of a graph have no names, so a kernel's place in the layer tells its lane."""
+    placed, after_digest, recalls = [], False, 0
+    for name, _, begin, length in kernels:
+        kind = kind_of(name)
+        if kind == "append":
+            after_digest, recalls = False, 0
+        if kind == "digest, offload":
+            after_digest = True
+        if kind == "recall":
+            lane = "selection" if not after_digest and recalls == 0 and length < 100 else "transfers"
+            recalls += lane == "selection"
+        else:
+            lane = "selection" if kind in ("digest, offload", "score", "plan") else "main"
+        placed.append((lane, kind, begin, length))
+    return placed
+
+
+def picture(kernels: list[list]) -> str:
+    """SVG of ``LAYERS`` layers; what waits for nothing else on the main lane is exposed."""
+    appends = [begin for name, _, begin, _ in kernels if name.startswith("_append")]
+    first, last = appends[LAYER], appends[LAYER + LAYERS]
+    scale = (WIDTH - LEFT - 20) / (last - first)
+    height = TOP + len(LANES) * (LANE + GAP) + 70
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="22">{LAYERS} layers of a decode step, {last - first:.0f} us</text>',
+    ]
+    for index, lane in enumerate(LANES):
+        y = TOP + index * (LANE + GAP)
+        parts.append(f'<text x="12" y="{y + LANE / 2 + 5}">{lane}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 20}" height="{LANE}" fill="#f7f8fa"/>')
+    for lane, kind, begin, length in lanes_of(kernels):
+        start, end = max(begin, first), min(begin + length, last)
+        if start < end:
+            y = TOP + LANES.index(lane) * (LANE + GAP)
+            box = f'x="{LEFT + (start - first) * scale:.1f}" y="{y + 3}" width="{max(1, (end - start) * scale):.1f}" height="{LANE - 6}"'
+            parts.append(f'<rect {box} fill="{COLOURS[kind]}" stroke="white" stroke-width="0.5"><title>{escape(kind)} {length:.1f} us</title></rect>')
+    for index, (kind, colour) in enumerate(COLOURS.items()):
+        x, y = LEFT + index * 132, height - 40
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/><text x="{x + 17}" y="{y + 11}">{kind}</text>')
+    return "\n".join((*parts, "</svg>")) + "\n"
+
+
+def main() -> None:
+    for path in map(Path, sys.argv[1:]):
+        path.with_suffix(".svg").write_text(picture(json.loads(path.read_text())["kernels"]))
+
+
+if __name__ == "__main__":
+    main()
