@@ -8,16 +8,13 @@ from importlib import import_module
 
 from sglang_freekv.kernels import reference
 
-TOKEN_ROWS = {"recall_pages", "stage_pages"}  # their first argument is host memory; the second to last is on the device
+ON_DEVICE = {"recall_pages": 2, "stage_pages": 3}  # the argument that tells where: the first one of these is host memory
 
 
 def by_device(module: str, name: str) -> Callable:
-    """The kernel ``name`` of ``module`` for tensors on a GPU, the reference for tensors in host memory.
-
-    Kernels that read host memory first are told by the cache that they write.
-    """
+    """The kernel ``name`` of ``module`` for tensors on a GPU, the reference for tensors in host memory."""
     on_cpu = getattr(reference, name)
-    index = -2 if name in TOKEN_ROWS else 0
+    index = ON_DEVICE.get(name, 0)
     compiled: list[Callable] = []
 
     @wraps(on_cpu)

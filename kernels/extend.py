@@ -22,15 +22,16 @@ class FlashInferExtend:
 
     Args:
         query_heads, kv_heads, head_dim, dtype: of the model on this rank.
+        workspace_bytes: device memory for what FlashInfer splits.
     """
 
-    WORKSPACE_BYTES = 256 << 20
-
-    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, workspace_bytes: int
+    ) -> None:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self.shape, self.dtype = (query_heads, kv_heads, head_dim), dtype
-        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
         self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
 
     def plan(self, query_lens: list[int], key_lens: list[int]) -> None:

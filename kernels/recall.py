@@ -31,6 +31,7 @@ def recall_pages(
         misses.slots,
         keys,
         values,
+        misses.slots.shape[0],
         *host_pool.stride()[:4],
         *keys.stride()[:3],
         S=page_size,
@@ -51,6 +52,7 @@ def _recall_kernel(
     p_slots,  # [M]
     p_keys,  # [R * C, S, H, D]
     p_values,  # [R * C, S, H, D]
+    M,
     host_stride_page,
     host_stride_head,
     host_stride_kind,
@@ -72,7 +74,7 @@ def _recall_kernel(
     p_keys += o_out
     p_values += o_out
     first, step = tl.program_id(0), tl.num_programs(0)
-    count = tl.load(p_length)
+    count = tl.minimum(tl.load(p_length), M)
 
     if PREFETCH:  # even units have registers of their own, and odd ones: one is read while the other is written
         m = first < count

@@ -53,11 +53,15 @@ class Sizing:
 
     @property
     def row_bytes(self) -> int:
-        """Slots, slot tables and previous queries of one request."""
+        """Slots, tables, previous queries and misses of one request, its row of token slots, and a step's scores."""
         shape, config = self.shape, self.config
         kv = config.cache_tokens * shape.layer_token_bytes
         tables = 4 * shape.kv_heads * (config.cache_pages + config.pages.total)
-        return shape.retrieval_layers * (kv + tables + shape.query_heads * shape.head_dim * shape.element_bytes)
+        misses = 12 * shape.kv_heads * config.pages.total
+        queries = shape.query_heads * shape.head_dim * shape.element_bytes
+        pages = self.context_len // config.page_size
+        scores = 4 * pages * (2 * shape.query_heads + shape.kv_heads)  # of corrections and of the next step, and a plan's notes
+        return shape.retrieval_layers * (kv + tables + misses + queries) + scores + 4 * self.context_len
 
     @property
     def staging_bytes(self) -> int:

@@ -65,6 +65,10 @@ SCHEDULER = (
         "the KV pool is FreeKVPool, with one device-cache row per request",
     ),
     Patch(
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer", "forward_batch", REPLACE, "pools:store_kv_apart",
+        "some models write keys and values to the pool with the rotary embedding, and retrieval layers have no buffer there",
+    ),
+    Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self", AFTER, "requests:longest_prompt",
         "a prompt that can never be admitted is refused instead of blocking the queue",
     ),

@@ -8,6 +8,7 @@ from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.metrics import Exporter
 
 EXPORT_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 5.0  # a request that comes meanwhile waits for the check
 
 
 class Observer:
@@ -18,7 +19,7 @@ class Observer:
         self.rows = scheduler.req_to_token_pool
         self.pool: FreeKVPool = self.allocator.get_kvcache()
         self.rested: dict | None = None
-        self.next_export = 0.0
+        self.next_export = self.next_check = 0.0
         reporter = scheduler.metrics_reporter
         self.exporter = None
         if reporter.enable_metrics:
@@ -47,11 +48,13 @@ class Observer:
             self.exporter.export(self.pool.totals, *self.host_pages())
 
     def rest(self) -> None:
-        """After every spell of work: check the pools, and leave /metrics up to date."""
+        """After a spell of work: check the pools, unless that was just done, and leave /metrics up to date."""
         state = self.state()
         if state != self.rested:
             self.rested = state
-            self.pool.check_integrity(self.allocator)
+            if time.monotonic() >= self.next_check:
+                self.pool.check_integrity(self.allocator)
+                self.next_check = time.monotonic() + CHECK_INTERVAL_S
             self.next_export = 0.0
             self.export()
 

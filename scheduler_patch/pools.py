@@ -49,6 +49,12 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
     )
 
 
+def store_kv_apart(forward_batch) -> bool:
+    """In the place of SGLang's question whether rotary embedding may write keys and values to the pool at once: a retrieval layer has
+    no buffer on the device to write to."""
+    return False
+
+
 def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:
     config, model = configurator.server_args._freekv, configurator.model_config
     ranks = get_parallel().attn_tp_size

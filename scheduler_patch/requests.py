@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MAX_REQ_INPUT_LEN = 5  # its place in what get_worker_info returns
 
+
 def refuse_unknown_tokens(_, manager, obj, input_ids) -> None:
     """AFTER SGLang has validated a request: token ids outside the vocabulary would end the scheduler in the embedding layer."""
     if not input_ids:
@@ -21,6 +22,6 @@ def longest_prompt(info: tuple, worker) -> tuple:
     SGLang's own limit leaves five tokens, and a prompt between the two waits for ever at the head of the queue.
     """
     info = list(info)
-    pages = worker.model_runner.token_to_kv_pool.page_size
-    info[MAX_REQ_INPUT_LEN] = min(info[MAX_REQ_INPUT_LEN], worker.model_runner.max_total_num_tokens - 2 * pages + 1)
+    page_size = worker.model_runner.token_to_kv_pool.page_size
+    info[MAX_REQ_INPUT_LEN] = min(info[MAX_REQ_INPUT_LEN], worker.model_runner.max_total_num_tokens - 2 * page_size + 1)
     return tuple(info)

@@ -43,7 +43,8 @@ class FreeKVAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        # SGLang passes views of buffers that its next pass overwrites, while the selection stream may still read ours
+        rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
         page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
         if mode.is_decode():
@@ -112,7 +113,11 @@ class FreeKVAttnBackend(AttentionBackend):
         index = self.token_to_kv_pool.retrieval_index.get(layer.layer_id)
         if index is None:
             return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        assert save_kv_cache, "a retrieval layer always stores its KV"
+        if not save_kv_cache or k is None or v is None:
+            raise RuntimeError(
+                f"layer {layer.layer_id} attends without storing keys and values of its own, expected every retrieval layer to store "
+                "them; this model shares or fuses KV in a way that is not supported, use --kv-retrieval none"
+            )
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
         return retrieve(index, queries, keys, values, self.batch, layer.scaling).reshape(q.shape[0], -1)

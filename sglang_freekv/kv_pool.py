@@ -21,6 +21,7 @@ from sglang_freekv.retrieval import Retrieval
 logger = logging.getLogger(__name__)
 
 CHECKED_PAGES = 64
+EXTEND_WORKSPACE_BYTES = 512 << 20  # what SGLang gives FlashInfer for models with few kv heads
 
 
 class FreeKVPool(MHATokenToKVPool):
@@ -83,7 +84,7 @@ class FreeKVPool(MHATokenToKVPool):
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
-        attention = FlashInferExtend(*heads, self.dtype, self.device) if on_gpu else ReferenceExtend()
+        attention = FlashInferExtend(*heads, self.dtype, self.device, EXTEND_WORKSPACE_BYTES) if on_gpu else ReferenceExtend()
         self.retrieval = Retrieval(self.config, policy, self.store, selection, transfers, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, expected_step
@@ -65,6 +67,17 @@ def test_a_budget_that_covers_the_context_is_dense(budget):
             dense = torch.cat([attend(request, layer, head, n - 1, list(range(n))) for head in range(HEADS)])
             torch.testing.assert_close(outputs[step, layer, index].view_as(dense), dense, atol=1e-5, rtol=1e-5)
     assert engine.retrieval.counts[..., RECALLED].sum() == 0
+
+
+@pytest.mark.parametrize("cache, recalls", [(40, True), (64, True), (120, False)])
+def test_slack_saves_recalls_and_a_request_that_fits_needs_none(cache, recalls):
+    recalled = {}
+    for tokens in (40, cache):
+        config = dataclasses.replace(CONFIGS["tight"], device_cache_tokens=tokens)
+        engine = Engine(config, prompts=[5, 64, 99], steps=17, stream=InlineStream)
+        engine.run(steps=17)
+        recalled[tokens] = int(engine.retrieval.counts[..., RECALLED].sum())
+    assert (recalled[cache] > 0) == recalls and (cache == 40 or recalled[cache] < recalled[40])
 
 
 def test_a_budget_one_page_short_is_not_dense():
