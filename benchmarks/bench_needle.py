@@ -37,7 +37,8 @@ PAIRS = (("stock", "covering"), *(("budget-512", other) for other in list(SYSTEM
 def questions() -> list[tuple[int, object]]:
     """(length, prompt) of every question; the same for all systems."""
     generator = np.random.default_rng(1)
-    documents = [(length, tasks.make_document(generator, length, needle_count=16, tasks=TASKS)) for length in LENGTHS for _ in range(DOCUMENTS)]
+    lengths = [length for length in LENGTHS for _ in range(DOCUMENTS)]
+    documents = [(length, tasks.make_document(generator, length, needle_count=16, tasks=TASKS)) for length in lengths]
     return [(length, document.ask(fact)) for length, document in documents for fact in document.facts[: len(TASKS)]]
 
 
@@ -92,7 +93,8 @@ def main() -> int:
             server.stop()
     for one, other in PAIRS:
         if one in answers and other in answers:
-            report.add(f"{one} / {other}", {"equal_tokens": (same := equal_tokens(answers[one], answers[other])), "tokens": len(asked) * NEW_TOKENS})
+            same = equal_tokens(answers[one], answers[other])
+            report.add(f"{one} / {other}", {"equal_tokens": same, "tokens": len(asked) * NEW_TOKENS})
             rows.append((f"tokens of {one} and {other}", same))
     header = ("right answers", *(accuracy if rows else ()), "repeat") if rows else ("nothing",)
     width = len(header)

@@ -1,4 +1,4 @@
-"""One decode step without SGLang: a model's GEMMs and the retrieval engine in one CUDA graph; where its time goes, with parts taken away."""
+"""One decode step without SGLang: a model's GEMMs and the retrieval engine in a CUDA graph; where its time goes, parts taken away."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ class Step:
             torch.cuda.synchronize()
         trace = path.with_suffix(".trace.json")
         profiler.export_chrome_trace(str(trace))
-        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        on_device = ("kernel", "gpu_memcpy", "gpu_memset")
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") in on_device]
         trace.unlink()
         events.sort(key=lambda event: event["ts"])
         events = events[len(events) // 3 : 2 * len(events) // 3]
@@ -196,7 +197,8 @@ def _tell(path: Path) -> None:
         count[name] += 1
         streams[name].add(stream)
     order = sorted(total, key=total.get, reverse=True)[:24]
-    print(table(("kernel", "us", "count", "streams"), [(name, total[name], count[name], str(sorted(streams[name]))) for name in order]), flush=True)
+    rows = [(name, total[name], count[name], len(streams[name])) for name in order]
+    print(table(("kernel", "us", "count", "streams"), rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def picture(kernels: list[list]) -> str:
         if start < end:
             y = TOP + LANES.index(lane) * (LANE + GAP)
             box = f'x="{LEFT + (start - first) * scale:.1f}" y="{y + 3}" width="{max(1, (end - start) * scale):.1f}" height="{LANE - 6}"'
-            parts.append(f'<rect {box} fill="{COLOURS[kind]}" stroke="white" stroke-width="0.5"><title>{escape(kind)} {length:.1f} us</title></rect>')
+            title = f"<title>{escape(kind)} {length:.1f} us</title>"
+            parts.append(f'<rect {box} fill="{COLOURS[kind]}" stroke="white" stroke-width="0.5">{title}</rect>')
     for index, (kind, colour) in enumerate(COLOURS.items()):
         x, y = LEFT + index * 132, height - 40
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/><text x="{x + 17}" y="{y + 11}">{kind}</text>')

@@ -18,7 +18,7 @@ else:
     plan_pages = by_device("plan", "plan_pages")
     recall_pages = by_device("recall", "recall_pages")
     score_pages = by_device("score", "score_pages")
-    seed_slots = by_device("plan", "seed_slots")
+    seed_slots = by_device("seed", "seed_slots")
     snapshot_pages = by_device("page_table", "snapshot_pages")
     stage_pages = by_device("stage", "stage_pages")
 

@@ -27,7 +27,8 @@ def attend_pages(
 ) -> torch.Tensor:
     """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens).
 
-    Programs of kv heads that do not attend end at once. ``queries`` may be a view of wider rows. What a list of ``attended`` holds after its first -1 is not read.
+    Programs of kv heads that do not attend end at once. ``queries`` may be a view of wider rows. What a list of
+    ``attended`` holds after its first -1 is not read.
     """
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
     group, width = num_heads // num_kv_heads, attended.shape[2]

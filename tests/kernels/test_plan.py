@@ -10,6 +10,7 @@ import torch
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import plan, reference
 from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.seed import seed_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 40 if DEVICE == "cuda" else 6  # the interpreter takes 20 ms for a program
@@ -86,8 +87,8 @@ class Sequences:
         return drawn.where(self.candidates(ahead)[:, None, None], torch.nan).flatten(1, 2).contiguous()
 
     def seed(self, logits: torch.Tensor) -> None:
-        for module, state in ((plan, self.ours), (reference, self.theirs)):
-            module.seed_slots(logits, self.rows, self.seq_lens, self.budget, state.slot_pages, state.attended, self.size)
+        for seeding, state in ((seed_slots, self.ours), (reference.seed_slots, self.theirs)):
+            seeding(logits, self.rows, self.seq_lens, self.budget, state.slot_pages, state.attended, self.size)
 
     def plan(self, module, state: State, logits: torch.Tensor, turned: torch.Tensor, ahead: bool) -> None:
         args = (logits, self.rows, self.seq_lens, self.page_table, self.budget, turned, ahead)
@@ -212,7 +213,7 @@ def test_tables_stay_sound_whatever_the_logits(poison, share):
         drawn = 9 * torch.randn(len(ROWS), H * 3, run.num_pages)
         return drawn.masked_fill(torch.rand(drawn.shape) < share, poison).to(DEVICE)
 
-    plan.seed_slots(logits(), run.rows, run.seq_lens, run.budget, run.ours.slot_pages, run.ours.attended, run.size)
+    seed_slots(logits(), run.rows, run.seq_lens, run.budget, run.ours.slot_pages, run.ours.attended, run.size)
     run.assert_sound(True, REAL)
     for ahead in (False, True):
         run.seq_lens += 1

@@ -1,0 +1,108 @@
+"""Selection inside a kernel: weights of the candidate pages of one kv head, and the heaviest of them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_freekv.config import PageBudget
+
+# Weights are ordered as integers, all of them between LIGHTEST and REQUIRED; EXCLUDED takes no part in a choice.
+EXCLUDED = tl.constexpr(-(2**31))
+LIGHTEST = tl.constexpr(-(2**31) + 1)
+REQUIRED = tl.constexpr(2**31 - 1)
+FAINT = tl.constexpr(-3.0e38)
+
+BLOCKS = (1024, 4096)  # a context of no more candidates takes a shorter way through the kernel than the longest that can be
+
+
+def compiled_for(logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int) -> dict[str, int]:
+    """What kernels that select are compiled for."""
+    block = triton.next_power_of_2(logits.shape[2])
+    group = logits.shape[1] // slot_pages.shape[1]
+    return {
+        "SINK": budget.sink,
+        "SELECTED": budget.selected,
+        "WINDOW": budget.window,
+        "H": slot_pages.shape[1],
+        "G": group,
+        "G_BLOCK": triton.next_power_of_2(group),
+        "S": page_size,
+        "C": slot_pages.shape[2],
+        "A": attended.shape[2],
+        "P_BLOCK": block,
+        "P_FEW": min(block, BLOCKS[0]),
+        "P_MANY": min(block, BLOCKS[1]),
+        "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
+        "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
+        "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
+        "maxnreg": 64 if block > 16384 else None,  # all there are for 32 warps; the compiler left to itself takes fewer
+    }
+
+
+@triton.jit
+def weigh_and_choose(
+    p_logits,  # [G, P]
+    first,
+    num_pages,
+    P,
+    SINK: tl.constexpr,
+    SELECTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+):
+    """Weights of reference.select_pages for the pages from ``first`` on, as integers and without the share 1 / G that all have; and
+    which are chosen."""
+    o_p = first + tl.arange(0, P_BLOCK)
+    m_candidate = (o_p >= SINK) & (o_p < tl.minimum(num_pages - WINDOW, P))
+    if G_BLOCK * P_BLOCK <= 16384:  # the whole group at once
+        o_g = tl.arange(0, G_BLOCK)[:, None]
+        b_logits = tl.load(p_logits + o_g * P + o_p[None, :], mask=(o_g < G) & m_candidate[None, :], other=float("-inf"))
+        b_logits -= tl.max(b_logits, 1)[:, None]
+        b_logits -= tl.log(tl.sum(tl.exp(b_logits), 1))[:, None]
+        b_logits = tl.where(o_g < G, tl.maximum(b_logits, FAINT), FAINT)  # NaN becomes faint too: from here all is finite
+        b_top = tl.max(b_logits, 0)
+        b_sum = tl.sum(tl.exp(b_logits - b_top[None, :]), 0)
+    else:
+        b_top, b_sum = tl.full([P_BLOCK], FAINT, tl.float32), tl.zeros([P_BLOCK], tl.float32)
+        b_next = tl.load(p_logits + o_p, mask=m_candidate, other=float("-inf"))
+        for g in range(1, G + 1):
+            b_logit = b_next
+            b_next = tl.load(p_logits + g * P + o_p, mask=m_candidate & (g < G), other=float("-inf"))  # in flight meanwhile
+            b_logit -= tl.max(b_logit, 0)
+            b_logit -= tl.log(tl.sum(tl.exp(b_logit), 0))
+            b_logit = tl.maximum(b_logit, FAINT)  # and here
+            b_less = tl.exp(tl.minimum(b_logit, b_top) - tl.maximum(b_logit, b_top))
+            b_sum = tl.where(b_logit > b_top, b_sum * b_less + 1, b_sum + b_less)
+            b_top = tl.maximum(b_logit, b_top)
+    b_weight = b_top + tl.log(b_sum)
+    b_bits = b_weight.to(tl.int32, bitcast=True)
+    b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
+    return b_order, heaviest(b_order, SELECTED)
+
+
+@triton.jit
+def heaviest(b_weight, num):
+    """The ``num`` greatest of the integers that are not EXCLUDED, or all of them; of equal ones the first."""
+    m_free = b_weight != EXCLUDED
+    num_above = tl.sum(m_free.to(tl.int32), 0)
+    num = tl.minimum(num_above, num)
+    # num_above are at or above low, num at least; fewer than num are at or above high
+    high = tl.max(b_weight, 0) + 1
+    low = tl.where(num > 0, tl.min(tl.where(m_free, b_weight, REQUIRED), 0), high)
+    num_above = tl.where(num > 0, num_above, 0)
+    while (num_above > num) & (low + 1 < high):
+        middle = (low & high) + ((low ^ high) >> 1)
+        count = tl.sum((b_weight >= middle).to(tl.int32), 0)
+        num_above = tl.where(count >= num, count, num_above)
+        high = tl.where(count >= num, high, middle)
+        low = tl.where(count >= num, middle, low)
+    m_chosen = b_weight >= low
+    if num_above > num:
+        b_equal = (b_weight == low).to(tl.int32)
+        fitting = num - num_above + tl.sum(b_equal, 0)
+        m_chosen = m_chosen & ((b_equal == 0) | (tl.cumsum(b_equal, 0) <= fitting))
+    return m_chosen
