@@ -79,19 +79,17 @@ def needs_correction(inputs: Inputs) -> Trial:
     return Trial(per_layer(inputs, lambda layer: run(kernels.needs_correction, layer, layer.previous, inputs.counts)), num_bytes)
 
 
-def score_pages(inputs: Inputs, ahead: bool) -> Trial:
+def score_pages(inputs: Inputs) -> Trial:
     case, layer = inputs.case, inputs.layers[0]
-    group = case.query_heads // case.kv_heads
 
     def run(kernel, layer):
-        turned = None if ahead else layer.turned
         where = (inputs.rows, inputs.seq_lens, inputs.page_table)
-        return kernel(layer.queries, layer.digests, *where, case.budget, turned, case.page_size)
+        return kernel(layer.queries, layer.digests, *where, case.budget, case.page_size)
 
     got, expected = run(kernels.score_pages, layer), run(reference.score_pages, layer)
     pages = torch.arange(inputs.num_pages, device=inputs.device)
-    end = (inputs.seq_lens + ahead + case.page_size - 1) // case.page_size - case.budget.window
-    read = ((pages >= case.budget.sink) & (pages < end[:, None]))[:, None] & (layer.turned | ahead).repeat_interleave(group, 1)[..., None]
+    end = (inputs.seq_lens + case.page_size) // case.page_size - case.budget.window
+    read = ((pages >= case.budget.sink) & (pages < end[:, None]))[:, None].expand(-1, case.query_heads, -1)
     error = relative(got[read], expected[read])
     assert error < 1e-3, f"relative error {error:.2g}"
     return Trial(per_layer(inputs, lambda layer: run(kernels.score_pages, layer)), _score_bytes(inputs, read), error=error)
@@ -120,11 +118,15 @@ def plan_pages(inputs: Inputs, ahead: bool) -> Trial:
     return Trial(launches, num_bytes, error=same)
 
 
-def attend_pages(inputs: Inputs) -> Trial:
+def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
+    """Of all kv heads at once, or in two calls, first of those that have not turned."""
     case, scale = inputs.case, inputs.case.head_dim**-0.5
 
     def run(kernel, layer, queries, keys, values):
-        return kernel(queries, keys, values, inputs.rows, inputs.seq_lens, layer.slot_pages, layer.attended, scale)
+        where = (inputs.rows, inputs.seq_lens, layer.slot_pages, layer.attended, scale)
+        if not in_two:
+            return kernel(queries, keys, values, *where)
+        return kernel(queries, keys, values, *where, layer.turned, kernel(queries, keys, values, *where, layer.turned))
 
     layer = inputs.layers[0]
     exact = run(reference.attend_pages, layer, layer.queries.float(), layer.keys.float(), layer.values.float())
@@ -248,11 +250,11 @@ def snapshot_pages(inputs: Inputs) -> Trial:
 KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "append_tokens": append_tokens,
     "needs_correction": needs_correction,
-    "score_pages-correction": lambda inputs: score_pages(inputs, ahead=False),
-    "score_pages-ahead": lambda inputs: score_pages(inputs, ahead=True),
+    "score_pages": score_pages,
     "plan_pages-correction": lambda inputs: plan_pages(inputs, ahead=False),
     "plan_pages-ahead": lambda inputs: plan_pages(inputs, ahead=True),
-    "attend_pages": attend_pages,
+    "attend_pages": lambda inputs: attend_pages(inputs, in_two=False),
+    "attend_pages-in-two": lambda inputs: attend_pages(inputs, in_two=True),
     "recall_pages": recall_pages,
     "digest_pages-decode": lambda inputs: digest_pages(inputs, chunk=False),
     "digest_pages-chunk": lambda inputs: digest_pages(inputs, chunk=True),

@@ -4,10 +4,10 @@ The real kernels run, so that their cost is real; then what they decided is over
 
 - the correction flags, so that a share ``corrected`` of the kv heads turns. The heads of one layer and step drift together: their
   probability is drawn from a Beta distribution for each (request, layer, step), as measured on DeepSeek-R1-Distill-Llama-8B;
-- the logits of the pages, so that a share ``missed`` of the selected pages is new in each step. A page's score is a sum of three cosines
-  of the step, with hashed phases and with hashed frequencies over eight octaves: some pages stay for long, others come and go. Of the pages
-  that a step selects, the share that is selected 1, 4, 16 and 64 steps later is 0.79, 0.41, 0.2 and 0.07, for 32 of 1000 pages and
-  ``missed`` = 0.21. That recency is an assumption; the two shares are measured figures.
+- the logits of the pages, so that a share ``missed`` of the selected pages is new in each step. A page's score is a sum of three
+  triangular waves of the step, with hashed phases and with hashed frequencies over eight octaves: some pages stay for long, others come and
+  go. Of the pages that a step selects, the share that is selected 1, 4, 16 and 64 steps later is 0.79, 0.43, 0.21 and 0.08, for 32 of 1000
+  pages and ``missed`` = 0.21. That recency is an assumption; the two shares are measured figures.
 
 Both follow a control file, so that one server serves several loads. Without a load the policy is FreeKV.
 """
@@ -120,15 +120,15 @@ class Replay(FreeKV):
         counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
         return turned
 
-    def score(self, queries, digests, batch, turned) -> torch.Tensor:
+    def score(self, queries, digests, batch) -> torch.Tensor:
         controls, heads = self.controls, digests.shape[1]
         layer = controls.layer_of(digests)
         if queries.is_cuda:
             from replay_kernels import score_pages
 
-            where = (batch.rows, batch.seq_lens, batch.page_table, self.budget, turned, self.page_size)
+            where = (batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
             return score_pages(queries, digests, *where, controls.knobs, layer)
-        logits = super().score(queries, digests, batch, turned)
+        logits = super().score(queries, digests, batch)
         scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
         return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
 

@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+import replay_load
 from sglang_freekv.kernels import CORRECTED
+from sglang_freekv.kernels.score import PROGRAMS
 
-_GOLDEN = tl.constexpr(0x9E3779B9)
-_RADIANS = tl.constexpr(3.14159265358979 / 2**31)
-_WAVES, _SLOWER = tl.constexpr(3), tl.constexpr(7)
+_GOLDEN, _PACES = tl.constexpr(replay_load.GOLDEN), tl.constexpr(replay_load.PACES)
+_SECOND, _THIRD = tl.constexpr(replay_load.WAVES[1]), tl.constexpr(replay_load.WAVES[2])
+_SLOWER = tl.constexpr(replay_load.SLOWER)
 
 
 def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, thetas, steps, layer) -> torch.Tensor:
@@ -101,20 +103,20 @@ def _needs_correction(
     tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
 
 
-def score_pages(queries, digests, rows, seq_lens, page_table, budget, turned, page_size, knobs, layer) -> torch.Tensor:
+def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, knobs, layer) -> torch.Tensor:
     """The product's kernel read for read, but while the replay is on all query heads of a kv head get the page's score."""
     (batch, num_heads, head_dim), num_kv_heads, num_pages = queries.shape, digests.shape[1], page_table.shape[1]
     assert queries.stride(2) == 1 and digests.is_contiguous() and page_table.is_contiguous()
     logits = torch.empty(batch, num_heads, num_pages, dtype=torch.float32, device=queries.device)
     block_d = triton.next_power_of_2(2 * head_dim)
     block_p = max(16, min(64, 32768 // (block_d * digests.element_size())))
-    _score_pages[(triton.cdiv(num_pages, block_p), num_kv_heads, batch)](
+    shares = max(1, min(PROGRAMS // (batch * num_kv_heads), triton.cdiv(num_pages, block_p)))
+    _score_pages[(shares, num_kv_heads, batch)](
         queries,
         digests,
         rows,
         seq_lens,
         page_table,
-        turned,
         knobs,
         logits,
         queries.stride(0),
@@ -132,6 +134,7 @@ def score_pages(queries, digests, rows, seq_lens, page_table, budget, turned, pa
         BLOCK_P=block_p,
         BLOCK_D=block_d,
         num_warps=4,
+        num_stages=2,
     )
     return logits
 
@@ -143,7 +146,6 @@ def _score_pages(
     p_rows,  # [B]
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
-    p_turned,  # [B, H] or None
     p_knobs,  # [2]: on, speed
     p_logits,  # [B, Hq, P]
     stride_b,
@@ -161,45 +163,45 @@ def _score_pages(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    i_p, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = tl.load(p_rows + i_b).to(tl.int64)
+    i_n, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     step = tl.load(p_seq_lens + i_b).to(tl.int32)
-    selects = row != 0
-    tokens = step
-    if p_turned is None:
-        tokens += 1
-    else:
-        selects = selects & (tl.load(p_turned + i_b * H + i_h) != 0)
-    end = tl.minimum((tokens + S - 1) // S - window, P)
-    first = i_p * BLOCK_P
-    selects = selects & (first + BLOCK_P > sink) & (first < end)
-    if not selects:
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    end = tl.where(row != 0, tl.minimum((step + S) // S - window, P), 0)
+    first = sink + i_n * BLOCK_P
+    if first >= end:
         return
 
-    o_p, o_g, o_d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    m_p, m_g, m_d = (o_p >= sink) & (o_p < end), o_g < G, o_d < 2 * D
-    page = tl.maximum(tl.load(p_page_table + i_b * P + o_p, mask=m_p, other=0), 0).to(tl.int64)
-    unit = (page * H + i_h) * (2 * D)
-    b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
+    o_t, o_g, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_g, m_d = o_g < G, o_d < 2 * D
     o_head = i_h * G + o_g
     b_q = tl.load(
         p_queries + i_b * stride_b + o_head[:, None] * stride_h + (o_d % D)[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
     ).to(tl.float32)
-    b_q = tl.where((o_d < D)[None, :], tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0)).to(b_digest.dtype)
-    b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee") * scale
-
+    b_q = tl.where((o_d < D)[None, :], tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0))
+    b_q = b_q.to(p_digests.dtype.element_ty)
+    replayed = tl.load(p_knobs) != 0
     speed = tl.load(p_knobs + 1).to(tl.uint32)
     key = _mix(_key(layer, row) + (i_h + 1).to(tl.uint32) * _GOLDEN)
-    b_score = tl.zeros([BLOCK_P], tl.float32)
-    for wave in tl.static_range(_WAVES):
-        b_hash = _mix(key + (o_p * 4 + wave).to(tl.uint32) * _GOLDEN)
-        b_pace = _mix(b_hash + _GOLDEN)
-        b_turns = ((b_pace >> 16) + 0x8000) * speed >> (b_pace & _SLOWER)
-        b_phase = b_hash + step.to(tl.uint32) * b_turns
-        b_score += tl.cos(b_phase.to(tl.int32, bitcast=True).to(tl.float32) * _RADIANS)
-    replayed = tl.load(p_knobs) != 0
-    p_out = p_logits + (i_b * (H * G) + o_head[:, None]) * P + o_p[None, :]
-    tl.store(p_out, tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
+    p_table = p_page_table + i_b * P
+    p_out = p_logits + (i_b * (H * G) + o_head[:, None]) * P
+    b_page = tl.load(p_table + first + o_t, mask=first + o_t < end, other=0)
+    for start in range(first, end, tl.num_programs(0) * BLOCK_P):
+        o_p = start + o_t
+        unit = (tl.maximum(b_page, 0).to(tl.int64) * H + i_h) * (2 * D)
+        m_p = o_p < end
+        b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
+        o_next = o_p + tl.num_programs(0) * BLOCK_P
+        b_page = tl.load(p_table + o_next, mask=o_next < end, other=0)
+        b_drawn = _mix(key + o_p.to(tl.uint32) * _GOLDEN)
+        b_score = tl.zeros([BLOCK_P], tl.float32)
+        for wave in tl.static_range(3):
+            b_word = b_drawn * (1 if wave == 0 else _SECOND if wave == 1 else _THIRD)
+            b_pace = b_word * _PACES
+            b_turns = ((b_pace >> 16) + 0x8000) * speed >> (b_pace >> 13 & _SLOWER)
+            b_phase = (b_word + step.to(tl.uint32) * b_turns).to(tl.int32, bitcast=True)
+            b_score += tl.abs(b_phase.to(tl.float32)) * 1.862645149230957e-09  # 4 / 2 ** 31
+        b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee") * scale
+        tl.store(p_out + o_p[None, :], tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
 
 
 @triton.jit

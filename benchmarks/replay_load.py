@@ -11,23 +11,24 @@ from typing import NamedTuple
 import torch
 
 THETAS = 4096
-GOLDEN, WAVES, SLOWER, WORD = 0x9E3779B9, 3, 7, 0xFFFFFFFF  # a wave is slower by a factor of 1, 2, 4, .. 2 ** SLOWER
+GOLDEN, PACES, WAVES, WORD = 0x9E3779B9, 0x85EBCA6B, (1, 0x27D4EB2F, 0x165667B1), 0xFFFFFFFF
+SLOWER = 7  # a wave is slower by a factor of 1, 2, 4, .. 2 ** SLOWER
 MOST_SPEED = 43_000  # times a factor of up to 1.5 * 65536 still is a word
 
 # Share of the kv heads that turn -> concentration a + b of the Beta distribution. 0.59 (tau .9): Beta(.70, .49), the fit that the
 # measurement came with. 0.13 (tau .8): Beta(.22, 1.50), with which 37.2% of the layer-steps of 8 kv heads have a flag, as measured.
 CONCENTRATIONS = {0.13: 1.725, 0.59: 1.19}
 
-# Speed of the pages' fastest cosines (in 1 / 65536 turns per step) at which a share of the selected pages is new in each step: rows by
+# Speed of the pages' fastest waves (in 1 / 65536 turns per step) at which a share of the selected pages is new in each step: rows by
 # candidates per selected page, columns by that share. ``calibrate`` prints it: bisection of a simulation with 32 selected pages.
 RATIOS = (8, 16, 31, 62, 125)
 SHARES = (0.05, 0.1, 0.21, 0.3, 0.5)
 SPEEDS = {
-    8: (2016, 4409, 9070, 14109, 30570),
-    16: (1638, 3296, 7642, 11001, 21667),
-    31: (1270, 2708, 6130, 8902, 17468),
-    62: (1044, 2142, 4955, 7138, 14025),
-    125: (792, 1764, 3737, 5668, 10917),
+    8: (1617, 3506, 8062, 12429, 26707),
+    16: (1281, 2834, 6466, 9994, 19652),
+    31: (1023, 2373, 5249, 7894, 16460),
+    62: (824, 1816, 4241, 6382, 13101),
+    125: (677, 1428, 3380, 5081, 10750),
 }
 
 
@@ -47,7 +48,7 @@ class Load(NamedTuple):
 
 
 def speed_of(load: Load) -> int:
-    """Speed of the cosines for a load, interpolated in the table."""
+    """Speed of the waves for a load, interpolated in the table."""
     if load.missed <= 0:
         return 0
     ratio = min(max(load.candidates / load.selected, min(SPEEDS)), max(SPEEDS))
@@ -90,14 +91,14 @@ def page_scores(rows: torch.Tensor, steps: torch.Tensor, num_heads: int, num_pag
     """``[B, H, P]`` float32: the score of every page for each kv head, a smooth function of ``steps [B]``."""
     heads = torch.arange(1, num_heads + 1, device=rows.device)
     key = _mix(_key(rows, layer)[:, None] + heads * GOLDEN)[..., None]
-    pages = torch.arange(num_pages, device=rows.device)
+    drawn = _mix(key + torch.arange(num_pages, device=rows.device) * GOLDEN)
     score = torch.zeros(1, device=rows.device)
-    for wave in range(WAVES):
-        word = _mix(key + (pages * 4 + wave) * GOLDEN)
-        pace = _mix(word + GOLDEN)
-        turns = ((pace >> 16) + 0x8000) * speed >> (pace & SLOWER)
+    for wave in WAVES:
+        word = drawn * wave & WORD
+        pace = word * PACES & WORD
+        turns = ((pace >> 16) + 0x8000) * speed >> (pace >> 13 & SLOWER)
         phase = (word + steps[:, None, None] * turns) & WORD
-        score = score + torch.cos((phase - ((phase >> 31) << 32)).float() * (math.pi / 2**31))
+        score = score + (phase - ((phase >> 31) << 32)).abs().float() * (4 / 2**31)
     return score
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 264  # two for each SM of an H100 or H200
+PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
 PROGRAMS_OF_A_FEW = 1056  # where most have nothing to do, the others should not take long
 
 
@@ -22,10 +22,9 @@ def attend_pages(
     attended: torch.Tensor,
     scale: float,
     turned: torch.Tensor | None = None,
-    corrected: bool = False,
-    output: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens).
+    begun: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens), and one to merge the shares.
 
     Programs of kv heads that do not attend end at once. ``queries`` may be a view of wider rows. What a list of
     ``attended`` holds after its first -1 is not read.
@@ -35,16 +34,19 @@ def attend_pages(
     assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, slot_pages, attended))
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
-    programs = PROGRAMS if turned is None or not corrected else PROGRAMS_OF_A_FEW
-    splits = max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t)))
-
-    if output is None:
-        output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
-    partial, weights = output, None
-    if splits > 1:
-        partial = torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=queries.device)
-        weights = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=queries.device)
-    _attend_pages[(batch, num_kv_heads, splits)](
+    splits, splits_of_a_few = (
+        max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t)))
+        for programs in (PROGRAMS, PROGRAMS_OF_A_FEW)
+    )
+    stride = splits if turned is None else max(splits, splits_of_a_few)
+    if begun is not None:
+        partial, weights = begun
+    elif turned is None and splits == 1:
+        partial, weights = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device), None
+    else:
+        partial = torch.empty(batch, num_heads, stride, head_dim, dtype=torch.float32, device=queries.device)
+        weights = torch.empty(batch, num_heads, stride, dtype=torch.float32, device=queries.device)
+    _attend_pages[(batch, num_kv_heads, splits if begun is None else splits_of_a_few)](
         queries,
         keys,
         values,
@@ -59,8 +61,9 @@ def attend_pages(
         queries.stride(1),
         slot_pages.shape[2],
         width,
+        stride,
         scale * math.log2(math.e),
-        CORRECTED=int(corrected),
+        CORRECTED=int(begun is not None),
         H=num_kv_heads,
         G=group,
         D=head_dim,
@@ -72,20 +75,25 @@ def attend_pages(
         num_warps=4,
         num_stages=3,
     )
-    if splits > 1:
-        _merge_splits[(num_heads, batch)](
-            partial,
-            weights,
-            turned,
-            output,
-            splits,
-            CORRECTED=int(corrected),
-            G=group,
-            D=head_dim,
-            BLOCK_N=triton.next_power_of_2(splits),
-            BLOCK_D=block_d,
-            num_warps=8,
-        )
+    if weights is None:
+        return partial
+    if turned is not None and begun is None:
+        return partial, weights
+    output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
+    _merge_splits[(num_heads, batch)](
+        partial,
+        weights,
+        turned,
+        output,
+        splits,
+        splits_of_a_few,
+        stride,
+        G=group,
+        D=head_dim,
+        BLOCK_N=triton.next_power_of_2(stride),
+        BLOCK_D=block_d,
+        num_warps=1,
+    )
     return output
 
 
@@ -99,12 +107,13 @@ def _attend_pages(
     p_turned,  # [B, H] or None
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
-    p_output,  # [B, Hq, splits, D]
-    p_weights,  # [B, Hq, splits], None if there is one split
+    p_output,  # [B, Hq, N, D]
+    p_weights,  # [B, Hq, N], None if there is one split
     stride_b,
     stride_h,
     C,
     A,
+    N,
     scale,
     CORRECTED: tl.constexpr,
     H: tl.constexpr,
@@ -165,7 +174,7 @@ def _attend_pages(
 
     b_sum = tl.where(b_sum > 0, b_sum, 1.0)
     b_acc = b_acc / b_sum[:, None]
-    o_out = (i_b * (H * G) + o_head) * splits + i_n
+    o_out = (i_b * (H * G) + o_head) * N + i_n
     tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
     if p_weights is not None:
         tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
@@ -181,27 +190,25 @@ def _locate(p_list, p_pages, first_slot, o_token, last, seq_len, S: tl.constexpr
 
 @triton.jit
 def _merge_splits(
-    p_partial,  # [B, Hq, splits, D]
-    p_weights,  # [B, Hq, splits], logarithms to base 2
+    p_partial,  # [B, Hq, N, D]
+    p_weights,  # [B, Hq, N], logarithms to base 2
     p_turned,  # [B, H] or None
     p_output,  # [B, Hq, D]
     splits,
-    CORRECTED: tl.constexpr,
+    splits_of_a_few,
+    N,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    attends = splits > 0
     if p_turned is not None:
-        attends = tl.load(p_turned + i_head // G).to(tl.int32) == CORRECTED
-    if not attends:
-        return
+        splits = tl.where(tl.load(p_turned + i_head // G), splits_of_a_few, splits)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_n, m_d = o_n < splits, o_d < D
-    b_weight = tl.load(p_weights + i_head * splits + o_n, mask=m_n, other=float("-inf"))
-    o_part = (i_head * splits + o_n)[:, None] * D + o_d[None, :]
+    b_weight = tl.load(p_weights + i_head * N + o_n, mask=m_n, other=float("-inf"))
+    o_part = (i_head * N + o_n)[:, None] * D + o_d[None, :]
     b_part = tl.load(p_partial + o_part, mask=m_n[:, None] & m_d[None, :], other=0.0)
     top = tl.max(b_weight, 0)
     b_share = tl.exp2(b_weight - tl.where(top > float("-inf"), top, 0.0))

@@ -9,7 +9,9 @@ import triton.language as tl
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reference import HITS, RECALLED
-from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, REQUIRED, compiled_for, heaviest, weigh_and_choose
+from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
+
+COMPARED = 16384  # pairs of a page and a slot that are compared at once: 64 for each thread of the narrowest kernel at most
 
 
 def plan_pages(
@@ -31,8 +33,10 @@ def plan_pages(
     The units in ``misses`` are in any order; those beyond its capacity are lost, though ``misses.length`` counts them.
     """
     num_requests, num_pages = page_table.shape
+    assert slot_pages.shape[2] < 1 << 15 and attended.shape[2] < 1 << 15  # two counts share a word
     num_kv_heads = slot_pages.shape[1]
     notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
+    compiled = compiled_for(logits, slot_pages, attended, budget, page_size)
     _plan_pages[num_requests, num_kv_heads](
         logits,
         rows,
@@ -52,7 +56,8 @@ def plan_pages(
         AHEAD=int(ahead),
         HITS=HITS,
         RECALLED=RECALLED,
-        **compiled_for(logits, slot_pages, attended, budget, page_size),
+        A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
+        **compiled,
     )
 
 
@@ -65,7 +70,7 @@ def _plan_pages(
     p_turned,  # [B, H]
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
-    p_notes,  # [B, H, P + 2 A] scratch: a mark for every candidate, one for every page of sink and window, then the missing pages
+    p_notes,  # [B, H, P + 2 A] scratch, by which threads exchange what they know: weights of candidates, chosen pages, missing pages
     p_length,  # [2]
     p_miss_pages,  # [M]
     p_miss_heads,  # [M]
@@ -90,67 +95,87 @@ def _plan_pages(
     P_MANY: tl.constexpr,
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
+    A_PART: tl.constexpr,
 ):
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     turned = tl.load(p_turned + i_b * H + i_h).to(tl.int32)
+    seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     if (row <= 0) | (turned + AHEAD == 0):
         return
-    seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     num_pages = tl.cdiv(seq_len + AHEAD, S)
     p_group = p_logits + (i_b * H + i_h) * G * P
-    p_marks = p_notes + (i_b * H + i_h) * (P + 2 * A)
+    p_weights = p_notes + (i_b * H + i_h) * (P + 2 * A)
+    p_chosen, p_missing = p_weights + P, p_weights + P + A
     o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     p_table = p_slot_pages + (row * H + i_h) * C + o_c
     b_page = tl.load(p_table, mask=o_c < C, other=-1)
-    p_missing = p_marks + P + A
     num_candidates = num_pages - WINDOW - SINK
     if num_candidates <= P_FEW:
-        b_mark, num_missing = _compare(
-            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_FEW, A_BLOCK
-        )
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, C > A, P_FEW)
     elif num_candidates <= P_MANY:
-        b_mark, num_missing = _compare(
-            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_MANY, A_BLOCK
-        )
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, C > A, P_MANY)
     else:
-        b_mark, num_missing = _compare(
-            p_group, p_marks, p_missing, b_page, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, A, P_BLOCK, A_BLOCK
-        )
-    m_kept = b_mark == REQUIRED
-    # ~ turns the order round: the lightest are the heaviest
-    m_victim = heaviest(tl.where((o_c < C) & (b_mark != REQUIRED), ~b_mark, EXCLUDED), num_missing)
-    b_incoming = tl.load(p_missing + tl.cumsum(m_victim.to(tl.int32), 0) - 1, mask=m_victim, other=-1)
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, C > A, P_BLOCK)
+    num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
+
+    # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
+    tl.debug_barrier()
+    first_of_window, begun = tl.maximum(num_pages - WINDOW, SINK), seq_len // S
+    m_kept = o_c < 0
+    num_missing, num_recalled = 0, 0
+    for first in range(0, A, A_PART):
+        o_q = first + tl.arange(0, A_PART)
+        m_chosen = (o_q >= SINK) & (o_q < SINK + num_chosen)
+        b_wanted = tl.load(p_chosen + o_q - SINK, mask=m_chosen, other=0)
+        b_wanted = tl.where(m_chosen, b_wanted, tl.where(o_q < SINK, o_q, first_of_window + o_q - SINK - num_chosen))
+        m_wanted = (o_q < A) & (b_wanted < tl.minimum(num_pages, P))
+        m_same = (b_wanted[:, None] == b_page[None, :]) & m_wanted[:, None]
+        m_kept = m_kept | (tl.max(m_same.to(tl.int32), 0) > 0)
+        m_missing = m_wanted & (tl.max(m_same.to(tl.int32), 1) == 0)
+        tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)
+        both = tl.sum(m_missing.to(tl.int32) + ((m_missing & (b_wanted < begun)).to(tl.int32) << 16), 0)
+        num_missing += both & 0xFFFF
+        num_recalled += both >> 16
+
+    # what gives way to them: empty slots, then the lightest pages
+    m_free = (o_c < C) & ~m_kept
+    if C > A:
+        m_ranked = m_free & (b_page >= SINK) & (b_page < tl.minimum(first_of_window, P))
+        b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
+        # ~ turns the order round: the lightest are the heaviest
+        m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
+    # without slack every page that is held and not required gives way, or there are empty slots enough
+    b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
+    b_order, num_kept = (b_ranks >> 16) - 1, b_ranks & 0xFFFF
+    m_victim = m_free & (b_order < num_missing)
+    tl.debug_barrier()
+    b_incoming = tl.load(p_missing + b_order, mask=m_victim, other=-1)
     tl.store(p_table, b_incoming, mask=m_victim)
 
-    m_used = m_kept | m_victim
-    b_rank = tl.cumsum(m_used.to(tl.int32), 0) - 1
-    p_list = p_attended + (row * H + i_h) * A
-    tl.store(p_list + b_rank, o_c, mask=m_used & (b_rank < A))
-    tl.store(p_list + o_a, -1, mask=(o_a >= tl.sum(m_used.to(tl.int32), 0)) & (o_a < A))
-
-    m_recalled = m_victim & (b_incoming < seq_len // S)
-    num_recalled = tl.sum(m_recalled.to(tl.int32), 0)
     if num_recalled > 0:
         start = tl.atomic_add(p_length, num_recalled, sem="relaxed")
-        b_entry = start + tl.cumsum(m_recalled.to(tl.int32), 0) - 1
-        m_entry = m_recalled & (b_entry < M)
+        b_entry = start + b_order
+        m_entry = m_victim & (b_order < num_recalled) & (b_entry < M)
         b_host_page = tl.load(p_page_table + i_b * P + b_incoming, mask=m_entry, other=0)
         tl.store(p_miss_pages + b_entry, b_host_page.to(tl.int32), mask=m_entry)
         tl.store(p_miss_heads + b_entry, tl.zeros_like(o_c) + i_h, mask=m_entry)
         tl.store(p_miss_slots + b_entry, (row * C).to(tl.int32) + o_c, mask=m_entry)
         tl.atomic_add(p_counts + row * 3 + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
+
+    p_list = p_attended + (row * H + i_h) * A
+    b_rank = num_kept + tl.minimum(b_order + 1, num_missing) - 1
+    tl.store(p_list + b_rank, o_c, mask=(m_kept | m_victim) & (b_rank < A))
+    tl.store(p_list + o_a, -1, mask=(o_a >= tl.minimum(num_pages, A)) & (o_a < A))
     if turned != AHEAD:
-        num_chosen = tl.minimum(tl.maximum(num_pages - WINDOW - SINK, 0), SELECTED)
         tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def _compare(
+def _choose(
     p_group,
-    p_marks,
-    p_missing,
-    b_page,
+    p_weights,
+    p_chosen,
     num_pages,
     P,
     SINK: tl.constexpr,
@@ -158,39 +183,13 @@ def _compare(
     WINDOW: tl.constexpr,
     G: tl.constexpr,
     G_BLOCK: tl.constexpr,
-    A: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     P_BLOCK: tl.constexpr,
-    A_BLOCK: tl.constexpr,
 ):
-    """``(marks, num_missing)``: of the page in each slot, REQUIRED or its weight; and how many required pages are listed as missing.
-
-    Threads exchange what they know of pages and of slots through the marks; a barrier parts every writing from reading. Candidates
-    have their marks in order, and behind them the pages that are required whatever they weigh: sink, then window.
-    """
-    end = tl.maximum(num_pages - WINDOW, SINK)
-    o_p, o_f = SINK + tl.arange(0, P_BLOCK), tl.arange(0, A_BLOCK)
-    b_fixed = tl.where(o_f < SINK, o_f, end + o_f - SINK)
-    m_fixed = (o_f < SINK + WINDOW) & (b_fixed < tl.minimum(num_pages, P))
+    """Note the chosen candidates in ascending order, and if someone asks the weights of all."""
+    o_p = SINK + tl.arange(0, P_BLOCK)
     b_weight, m_chosen = weigh_and_choose(p_group, SINK, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
-    m_p = o_p < tl.minimum(end, P)
-    tl.store(p_marks + o_p, tl.where(m_chosen, REQUIRED, tl.maximum(b_weight, LIGHTEST)), mask=m_p)
-    tl.store(p_marks + P + o_f, REQUIRED, mask=m_fixed)
-
-    m_of_sink, m_of_window = b_page < SINK, b_page >= end
-    o_mark = tl.where(m_of_sink, P + b_page, tl.where(m_of_window, P + SINK + b_page - end, b_page))
-    m_held = (b_page >= 0) & (b_page < tl.minimum(num_pages, P))
-    tl.debug_barrier()
-    b_mark = tl.load(p_marks + o_mark, mask=m_held, other=LIGHTEST)
-    tl.debug_barrier()
-    tl.store(p_marks + o_mark, LIGHTEST, mask=b_mark == REQUIRED)
-    tl.debug_barrier()
-    m_lost = tl.load(p_marks + P + o_f, mask=m_fixed, other=LIGHTEST) == REQUIRED
-    m_missing = tl.load(p_marks + o_p, mask=m_p, other=LIGHTEST) == REQUIRED
-    lost_of_sink = tl.sum((m_lost & (o_f < SINK)).to(tl.int32), 0)
-    missing = tl.sum(m_missing.to(tl.int32), 0)
-    b_rank = lost_of_sink + tl.cumsum(m_missing.to(tl.int32), 0) - 1
-    tl.store(p_missing + b_rank, o_p, mask=m_missing & (b_rank < A))
-    b_rank = tl.cumsum(m_lost.to(tl.int32), 0) - 1 + tl.where(o_f < SINK, 0, missing)
-    tl.store(p_missing + b_rank, b_fixed, mask=m_lost & (b_rank < A))
-    tl.debug_barrier()
-    return b_mark, tl.minimum(missing + tl.sum(m_lost.to(tl.int32), 0), A)
+    b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
+    tl.store(p_chosen + b_rank, o_p, mask=m_chosen)
+    if WEIGHTS:
+        tl.store(p_weights + o_p, b_weight, mask=b_weight != EXCLUDED)

@@ -189,10 +189,9 @@ def score_pages(
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
     budget: PageBudget,
-    turned: torch.Tensor | None,
     page_size: int,
 ) -> torch.Tensor:
-    """Bound the attention logits of every candidate page, per query head (paper section 3.2).
+    """Bound the attention logits of every page that is a candidate for the next step, per query head (paper section 3.2).
 
     A page's bound is ``sum_d max(q_d * max_d, q_d * min_d) / sqrt(D)``, which is ``relu(q) . max - relu(-q) . min``.
 
@@ -201,10 +200,9 @@ def score_pages(
         digests: ``[n_page, H, 2, D]``.
         rows, seq_lens, page_table: ``[B]``, ``[B]``, ``[B, P]`` as in :func:`plan_pages`.
         budget: sink and window bound the candidates.
-        turned: ``[B, H]`` bool; None to select ahead, as in :func:`plan_pages`.
 
     Returns:
-        ``[B, Hq, P]`` float32, of candidate pages of the kv heads that select; anything elsewhere.
+        ``[B, Hq, P]`` float32 of the candidates of ``seq_lens + 1`` tokens, among which are those of ``seq_lens``; anything elsewhere.
     """
     num_kv_heads, head_dim = digests.shape[1], digests.shape[3]
     q = queries.float().unflatten(1, (num_kv_heads, -1))
@@ -253,7 +251,7 @@ def seed_slots(
     """Begin a row afresh: what the first decode step attends to, and in the slots that are left the next best pages.
 
     Args:
-        logits: ``[B, Hq, P]`` of :func:`score_pages` for one token more than ``seq_lens``.
+        logits: ``[B, Hq, P]`` of :func:`score_pages`.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context; the next one may begin a page, which gets its slot here.
         slot_pages: ``[R, H, C]`` int32, written: logical page in each slot, in ascending order, then -1.
@@ -340,10 +338,9 @@ def attend_pages(
     attended: torch.Tensor,
     scale: float,
     turned: torch.Tensor | None = None,
-    corrected: bool = False,
-    output: torch.Tensor | None = None,
+    begun: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention over the attended pages of every (request, kv head).
+    """Decode attention over the attended pages of every (request, kv head), in one call, or in two if some kv heads have to wait.
 
     Args:
         queries: ``[B, Hq, D]``.
@@ -352,12 +349,11 @@ def attend_pages(
         seq_lens: ``[B]`` tokens of context, the new one included; masks the partial last page.
         slot_pages: ``[R, H, C]`` int32 logical page in each slot.
         attended: ``[R, H, A]`` int32 slots to read, -1 for none.
-        turned: ``[B, H]`` bool; None attends for all kv heads.
-        corrected: True to attend for the kv heads that turned, False for the others.
-        output: ``[B, Hq, D]`` that receives them; None for a new tensor, undefined where nothing attends.
+        turned: ``[B, H]`` bool, kv heads that have to wait: a first call attends for the others. None attends for all.
+        begun: what the first call returned: this one attends for the kv heads that had to wait.
 
     Returns:
-        ``output``.
+        ``[B, Hq, D]``; of a first call something for the second.
     """
     page_size, num_kv_heads, capacity = keys.shape[1], keys.shape[2], slot_pages.shape[2]
     used = max(1, int((attended[rows] >= 0).sum(-1).max()))
@@ -373,11 +369,9 @@ def attend_pages(
     q = queries.unflatten(1, (num_kv_heads, -1))
     result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale)
     result = result.masked_fill((rows == 0)[:, None, None, None], 0)
-    output = torch.empty_like(queries) if output is None else output
-    heads = torch.ones_like(visible[..., 0]) if turned is None else turned == corrected
-    grouped = output.unflatten(1, (num_kv_heads, -1))
-    grouped.copy_(result.where(heads[..., None, None], grouped))
-    return output
+    if begun is not None:
+        result = result.where(turned[..., None, None], begun.unflatten(1, (num_kv_heads, -1)))
+    return result.flatten(1, 2)
 
 
 def extend_attention(

@@ -96,7 +96,7 @@ def _seed(
     b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
     o_p = tl.arange(0, P_BLOCK)
     m_required = m_chosen | ((o_p < tl.minimum(num_pages, P)) & ((o_p < SINK) | (o_p >= num_pages - WINDOW)))
-    m_resident = m_required | heaviest(b_weight, EXTRA)
+    m_resident = m_required | heaviest(b_weight, tl.maximum(tl.minimum(num_pages - WINDOW, P) - SINK, 0), EXTRA)
     b_slot = tl.cumsum(m_resident.to(tl.int32), 0) - 1
     b_rank = tl.cumsum(m_required.to(tl.int32), 0) - 1
     num_resident = tl.sum(m_resident.to(tl.int32), 0)

@@ -8,10 +8,10 @@ import triton.language as tl
 
 from sglang_freekv.config import PageBudget
 
-# Weights are ordered as integers, all of them between LIGHTEST and REQUIRED; EXCLUDED takes no part in a choice.
+# Weights are ordered as integers, none of them below LIGHTEST; EXCLUDED takes no part in a choice.
 EXCLUDED = tl.constexpr(-(2**31))
 LIGHTEST = tl.constexpr(-(2**31) + 1)
-REQUIRED = tl.constexpr(2**31 - 1)
+HEAVIEST = tl.constexpr(2**31 - 1)
 FAINT = tl.constexpr(-3.0e38)
 
 BLOCKS = (1024, 4096)  # a context of no more candidates takes a shorter way through the kernel than the longest that can be
@@ -81,25 +81,39 @@ def weigh_and_choose(
     b_weight = b_top + tl.log(b_sum)
     b_bits = b_weight.to(tl.int32, bitcast=True)
     b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
-    return b_order, heaviest(b_order, SELECTED)
+    free = tl.maximum(tl.minimum(num_pages - WINDOW, P) - SINK, 0)
+    return b_order, heaviest(b_order, free, SELECTED)
 
 
 @triton.jit
-def heaviest(b_weight, num):
-    """The ``num`` greatest of the integers that are not EXCLUDED, or all of them; of equal ones the first."""
-    m_free = b_weight != EXCLUDED
-    num_above = tl.sum(m_free.to(tl.int32), 0)
-    num = tl.minimum(num_above, num)
+def heaviest(b_weight, free, num):
+    """The ``num`` greatest of the ``free`` integers that are not EXCLUDED, or all of them; of equal ones the first.
+
+    A search by quarters: every barrier of the block counts, and three thresholds share one.
+    """
+    num = tl.minimum(free, num)
     # num_above are at or above low, num at least; fewer than num are at or above high
+    num_above = tl.where(num > 0, free, 0)
     high = tl.max(b_weight, 0) + 1
-    low = tl.where(num > 0, tl.min(tl.where(m_free, b_weight, REQUIRED), 0), high)
-    num_above = tl.where(num > 0, num_above, 0)
+    low = tl.where(num > 0, tl.min(tl.where(b_weight != EXCLUDED, b_weight, HEAVIEST), 0), high)
     while (num_above > num) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum((b_weight >= middle).to(tl.int32), 0)
-        num_above = tl.where(count >= num, count, num_above)
-        high = tl.where(count >= num, high, middle)
-        low = tl.where(count >= num, middle, low)
+        span = (high - low).to(tl.uint32, bitcast=True)
+        step = tl.maximum(span >> 2, 1)
+        first = low + step.to(tl.int32, bitcast=True)
+        second = low + tl.minimum(2 * step, span).to(tl.int32, bitcast=True)
+        third = low + tl.minimum(3 * step, span).to(tl.int32, bitcast=True)
+        b_count = (b_weight >= first).to(tl.int64) + ((b_weight >= second).to(tl.int64) << 20) + ((b_weight >= third).to(tl.int64) << 40)
+        counts = tl.sum(b_count, 0)
+        above_first = (counts & 0xFFFFF).to(tl.int32)
+        above_second = (counts >> 20 & 0xFFFFF).to(tl.int32)
+        above_third = (counts >> 40).to(tl.int32)
+        high = tl.where(above_third >= num, high, tl.where(above_second >= num, third, tl.where(above_first >= num, second, first)))
+        num_above = tl.where(above_first >= num, above_first, num_above)
+        low = tl.where(above_first >= num, first, low)
+        num_above = tl.where(above_second >= num, above_second, num_above)
+        low = tl.where(above_second >= num, second, low)
+        num_above = tl.where(above_third >= num, above_third, num_above)
+        low = tl.where(above_third >= num, third, low)
     m_chosen = b_weight >= low
     if num_above > num:
         b_equal = (b_weight == low).to(tl.int32)

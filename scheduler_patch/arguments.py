@@ -50,7 +50,7 @@ FLAGS = {
         "type": int,
         "metavar": "TOKENS",
         "help": f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget "
-        "if that is less, in whole pages, at least one. Raise it for long generation.",
+        "if that is less, in whole pages, at least two. Raise it for long generation.",
     },
     "freekv_tau": {
         "type": float,
@@ -219,15 +219,15 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
     """FreeKVConfig of what was typed; a sink or window that was not shrinks with the budget."""
     budget = _tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
 
-    def edge(name: str, default: int) -> int:
+    def edge(name: str, default: int, least: int) -> int:
         page = max(1, page_size)
-        return _tokens(name, getattr(options, name), max(1, min(default, budget // 4) // page) * page)
+        return _tokens(name, getattr(options, name), max(least, min(default, budget // 4) // page) * page)
 
     return FreeKVConfig(
         method=options.kv_retrieval,
         budget_tokens=budget,
-        sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens),
-        window_tokens=edge("freekv_window", DEFAULTS.window_tokens),
+        sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens, 1),
+        window_tokens=edge("freekv_window", DEFAULTS.window_tokens, 2),
         tau=_number("freekv_tau", options.freekv_tau, DEFAULTS.tau),
         device_cache_tokens=_tokens("freekv_device_cache", options.freekv_device_cache, None),
         dense_layers=_layers(options.freekv_dense_layers),

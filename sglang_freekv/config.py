@@ -39,7 +39,7 @@ class FreeKVConfig:
         method: retrieval policy, a key of ``policy.POLICIES``.
         budget_tokens: tokens of KV per request and kv head that attention reads in one decode step.
         sink_tokens: first tokens of the context, always attended to.
-        window_tokens: last tokens of the context (the partial last page included), always attended to.
+        window_tokens: last tokens of the context (the partial last page included), always attended to; at least two pages.
         tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
             (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
@@ -69,7 +69,7 @@ class FreeKVConfig:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
-        for name, least in (("budget", 3), ("sink", 0), ("window", 1)):
+        for name, least in (("budget", 3), ("sink", 0), ("window", 2)):
             tokens = getattr(self, f"{name}_tokens")
             if tokens < 0 or tokens % self.page_size:
                 nearest = max(least, round(tokens / self.page_size)) * self.page_size
@@ -77,10 +77,10 @@ class FreeKVConfig:
                     f"--freekv-{name} {tokens}: expected a non-negative multiple of --page-size {self.page_size}; "
                     f"use --freekv-{name} {nearest}"
                 )
-        if self.window_tokens < self.page_size:
+        if self.window_tokens < 2 * self.page_size:
             raise Refusal(
-                f"--freekv-window {self.window_tokens}: expected at least one page, because the page being written "
-                f"lives in the window; use --freekv-window {self.page_size} or more"
+                f"--freekv-window {self.window_tokens}: expected at least two pages of {self.page_size} tokens, because the page being "
+                f"written may hold one token; use --freekv-window {2 * self.page_size} or more"
             )
         if self.budget_tokens <= self.sink_tokens + self.window_tokens:
             need = self.sink_tokens + self.window_tokens + self.page_size

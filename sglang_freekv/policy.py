@@ -25,9 +25,8 @@ class RetrievalPolicy(Protocol):
     def digest(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int):
         """Write the digests of full pages."""
 
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor | None) -> torch.Tensor:
-        """``[B, Hq, P]`` float32 logits of candidate pages, higher is better: of the kv heads ``turned [B, H]``, or of all for the
-        next step."""
+    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+        """``[B, Hq, P]`` float32 logits of the pages that are candidates for the next step, higher is better."""
 
     def needs_correction(
         self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
@@ -55,10 +54,8 @@ class FreeKV:
     def digest(self, keys, starts, host_pages, digests, page_size) -> None:
         kernels.digest_pages(keys, starts, host_pages, digests, page_size)
 
-    def score(self, queries, digests, batch, turned) -> torch.Tensor:
-        return kernels.score_pages(
-            queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, turned, self.page_size
-        )
+    def score(self, queries, digests, batch) -> torch.Tensor:
+        return kernels.score_pages(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
 
     def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         return kernels.needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads)

@@ -1,8 +1,8 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
 One step of one layer: finish last step's recall, append the new token, attend for the kv heads whose query is like the last one; beside
-that, on the selection stream, correct the others, then attend for them. The selection stream goes on to offload the page that is full and
-to score, and behind the attention selects for the next step what the transfer stream then recalls, beside the next layer.
+that, on the selection stream, score pages and correct the others, then attend for them. The selection stream goes on to offload the page
+that is full, and behind the attention selects for the next step what the transfer stream then recalls, beside the next layer.
 """
 
 from __future__ import annotations
@@ -91,22 +91,28 @@ class Retrieval:
             ``[B, Hq, D]`` attention output.
         """
         cache, policy, rows, seq_lens = self.cache.layers[layer], self.policy, batch.rows, batch.seq_lens
-        size, digests = self.config.page_size, self.digests.layers[layer]
+        digests, logits = self.digests.layers[layer], []
         self.complete_transfers(layer)
+
+        def score() -> None:
+            logits.append(policy.score(queries, digests, batch))
+
+        in_flight = self.in_flight[layer]
+        in_flight.append(self.selection.submit(score))
         starts, filled = kernels.append_tokens(
             keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
         )
         turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts[NOW], self.cache.num_kv_heads)
-        in_flight, logits = self.in_flight[layer], []
+
+        def plan_now() -> None:
+            self._plan(layer, logits[0], batch, turned, NOW)
 
         def correct() -> None:
-            self._plan(layer, policy.score(queries, digests, batch, turned), batch, turned, NOW)
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
 
-        def prepare_ahead() -> None:
-            policy.digest(cache.token_rows[0], starts, filled, digests, size)
+        def store_filled() -> None:
+            policy.digest(cache.token_rows[0], starts, filled, digests, self.config.page_size)
             kernels.offload_pages(*cache.token_rows, starts, filled, self.host.layers[layer])
-            logits.append(policy.score(queries, digests, batch, None))
 
         def plan_ahead() -> None:
             self._plan(layer, logits.pop(), batch, turned, AHEAD)
@@ -115,12 +121,14 @@ class Retrieval:
         def recall_ahead() -> None:
             self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
 
+        planned = self.selection.submit(plan_now)
         corrected = self.selection.submit(correct)
-        in_flight.append(self.selection.submit(prepare_ahead))
+        in_flight.append(self.selection.submit(store_filled))
         tables = (cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended)
-        output = kernels.attend_pages(queries, *tables, scale, turned, False)
+        planned.wait()  # beside the attention, which fills the memory's bandwidth, the plan would take twice as long
+        begun = kernels.attend_pages(queries, *tables, scale, turned)
         corrected.wait()
-        kernels.attend_pages(queries, *tables, scale, turned, True, output)
+        output = kernels.attend_pages(queries, *tables, scale, turned, begun)
         in_flight.append(self.selection.submit(plan_ahead))
         return output
 
@@ -194,7 +202,7 @@ class Retrieval:
     ) -> None:
         """Fill the rows for the first decode step, selected by the last tokens' ``queries [B, Hq, D]``."""
         cache, config = self.cache.layers[layer], self.config
-        logits = self.policy.score(queries, self.digests.layers[layer], batch, None)
+        logits = self.policy.score(queries, self.digests.layers[layer], batch)
         kernels.seed_slots(
             logits, batch.rows, batch.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size
         )

@@ -139,7 +139,7 @@ class Engine:
 
 CONFIGS = {
     "tight": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
-    "one-page-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=4, page_size=4, tau=0.8, dense_layers=()),
+    "least-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=8, page_size=4, tau=0.8, dense_layers=()),
     "no-sink": FreeKVConfig(budget_tokens=24, sink_tokens=0, window_tokens=16, page_size=8, tau=0.7, dense_layers=()),
     "one-token-pages": FreeKVConfig(budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.6, dense_layers=()),
     "always-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=2, dense_layers=()),

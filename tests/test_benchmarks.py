@@ -132,17 +132,14 @@ def test_the_kernels_are_their_twins(load, layer):
     assert torch.equal(steps.cpu()[real], twins.steps[layer, :R, :H][real])
 
     digests, table = torch.randn(90, H, 2, D, device=DEVICE), torch.randint(1, 90, (4, P), dtype=torch.int32, device=DEVICE)
-    for selecting in (None, torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1]], dtype=torch.bool, device=DEVICE)):
-        where = (rows, seq_lens, table, budget, selecting, S)
-        logits = replay_kernels.score_pages(queries, digests, *where, controls.knobs, layer)
-        expected = reference.score_pages(queries, digests, *where).cpu()
-        if load is not None:
-            expected = replay_load.page_scores(rows.cpu(), seq_lens.cpu(), H, P, twins.knobs[1], layer).repeat_interleave(G, 1)
-        pages, end = torch.arange(P), ((seq_lens + (selecting is None) + S - 1) // S - budget.window).cpu()
-        written = ((pages >= budget.sink) & (pages < end[:, None]) & (rows.cpu() > 0)[:, None])[:, None].expand(-1, H * G, -1)
-        if selecting is not None:
-            written = written & selecting.cpu().repeat_interleave(G, 1)[..., None]
-        torch.testing.assert_close(logits.cpu()[written], expected[written], atol=1e-5, rtol=1e-5)
+    where = (rows, seq_lens, table, budget, S)
+    logits = replay_kernels.score_pages(queries, digests, *where, controls.knobs, layer)
+    expected = reference.score_pages(queries, digests, *where).cpu()
+    if load is not None:
+        expected = replay_load.page_scores(rows.cpu(), seq_lens.cpu(), H, P, twins.knobs[1], layer).repeat_interleave(G, 1)
+    pages, end = torch.arange(P), ((seq_lens + S) // S - budget.window).cpu()
+    written = ((pages >= budget.sink) & (pages < end[:, None]) & (rows.cpu() > 0)[:, None])[:, None].expand(-1, H * G, -1)
+    torch.testing.assert_close(logits.cpu()[written], expected[written], atol=1e-5, rtol=1e-5)
 
 
 def test_draining_is_recall_to_the_list():

@@ -11,6 +11,8 @@ import torch
 from engine import CONFIGS, DIM, LAYERS, Engine, expected_step
 
 from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.kernels import reference
+from sglang_freekv.kernels.extend import FlashInferExtend
 from sglang_freekv.memory_pool.transfer import CudaStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
@@ -102,7 +104,7 @@ class CapturedEngine(Engine):
         return [output[:-1].clone() for output in self.outputs]
 
 
-@pytest.mark.parametrize("name", ["tight", "slack", "one-page-window", "always-corrected"])
+@pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected"])
 def test_a_captured_step_is_the_eager_one(name):
     eager, captured = (
         cls(CONFIGS[name], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)
@@ -117,6 +119,58 @@ def test_a_captured_step_is_the_eager_one(name):
     captured.retrieval.complete_all_transfers()
     eager.retrieval.complete_all_transfers()
     assert torch.equal(captured.retrieval.row_counts(rows), eager.retrieval.row_counts(rows))
+
+
+def test_passes_with_and_without_a_graph_follow_each_other():
+    eager, captured = (cls(CONFIGS["slack"], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine))
+    captured.capture()
+    outputs = []
+    for engine, step in ((eager, lambda: eager.decode(eager.requests)), (captured, captured.replay)):
+        late = engine.admit(40, 40 + STEPS, 8)
+        told = engine.extend(engine.requests, PROMPTS)
+        told += [output.clone() for _ in range(2) for output in engine.decode(engine.requests)]
+        told += [output for _ in range(3) for output in step()]
+        told += engine.extend([late], [24])  # beside what the graph left
+        told += [output for _ in range(2) for output in step()]
+        told += engine.extend([late], [40])
+        told += [output.clone() for _ in range(2) for output in engine.decode([*engine.requests, late])]
+        outputs.append(told + [output for _ in range(3) for output in step()])
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_delays_inside_a_captured_step_change_nothing():
+    expected = _replayed(cuda_stream)
+    for seed in range(20):
+        assert torch.equal(_replayed(delayed_streams(seed)), expected), f"capture {seed} differs"
+
+
+def test_an_edge_removed_from_a_captured_step_is_caught():
+    expected = _replayed(cuda_stream)
+    assert any(not torch.equal(_replayed(delayed_streams(seed), _without_waiting_for_the_correction), expected) for seed in range(20))
+
+
+def _replayed(stream, broken=None) -> torch.Tensor:
+    """Outputs of captured steps; what delays there are is drawn once, and happens in each."""
+    engine = CapturedEngine(CONFIGS["tight"], PROMPTS, STEPS, stream, device="cuda")
+    if broken is not None:
+        broken(engine.retrieval)
+    engine.capture()
+    engine.extend(engine.requests, PROMPTS)
+    return torch.stack([torch.stack(engine.replay()) for _ in range(STEPS)])
+
+
+def test_flashinfer_extends_as_the_reference_does():
+    pytest.importorskip("flashinfer")
+    heads, group, dim, dtype = 2, 3, 64, torch.bfloat16
+    kernel = FlashInferExtend(heads * group, heads, dim, dtype, "cuda", 128 << 20)
+    for query_lens, key_lens in (([5, 1, 300, 64], [5, 700, 1300, 128]), ([1], [1])):
+        queries, keys, values = (
+            torch.randn(sum(lens), count, dim, dtype=dtype, device="cuda")
+            for lens, count in ((query_lens, heads * group), (key_lens, heads), (key_lens, heads))
+        )
+        kernel.plan(query_lens, key_lens)
+        expected = reference.extend_attention(*(x.float() for x in (queries, keys, values)), query_lens, key_lens, dim**-0.5)
+        torch.testing.assert_close(kernel(queries, keys, values, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_decode_step_never_waits_for_the_device():

@@ -129,10 +129,10 @@ def test_selection_takes_the_best_and_of_equals_the_earlier():
     assert _selected(logits, PageBudget(1, 2, 1), 3) == [[0], [0]]
 
 
-def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int, turned: torch.Tensor | None = None):
+def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int) -> torch.Tensor:
     one = torch.tensor([1])
     table = torch.arange(len(digests))[None]
-    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, turned, S)
+    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, S)
 
 
 def test_a_score_bounds_the_attention_logits_of_its_page():
