@@ -126,7 +126,8 @@ def test_passes_with_and_without_a_graph_follow_each_other():
     captured.capture()
     outputs = []
     for engine, step in ((eager, lambda: eager.decode(eager.requests)), (captured, captured.replay)):
-        late = engine.admit(40, 40 + STEPS, 8)
+        row = min({*range(1, 8)} - {request.row for request in engine.requests})
+        late = engine.admit(40, 40 + STEPS, row)
         told = engine.extend(engine.requests, PROMPTS)
         told += [output.clone() for _ in range(2) for output in engine.decode(engine.requests)]
         told += [output for _ in range(3) for output in step()]
