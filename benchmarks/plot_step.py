@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 WIDTH, LANE, GAP, LEFT, TOP = 1400, 46, 16, 150, 40
-LAYER, LAYERS = 16, 2  # where to begin, and how many
+LAYER, LAYERS = 12, 2  # where to begin, and how many: both of the committed step have corrections
 COLOURS = {
     "GEMM": "#c9d3df", "other": "#e4e7eb", "append": "#f2b84b", "correction test": "#f2b84b", "digest, offload": "#8f7fc4",
     "score": "#63a375", "plan": "#2f7d4f", "recall": "#c8553d", "attention": "#3a6ea5",
