@@ -248,7 +248,10 @@ def _tokens(name: str, value: int | None, default: int | None) -> int | None:
 def _number(name: str, value: float | None, default: float | None) -> float | None:
     if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
         raise Refusal(f"{typed(name)} {value}: expected a number; use one, or leave it out")
-    return default if value is None else float(value)
+    try:
+        return default if value is None else float(value)
+    except OverflowError:
+        raise Refusal(f"{typed(name)} {value}: expected a number that a float can hold; use one, or leave it out") from None
 
 
 def _layers(value: Any) -> tuple[int, ...]:

@@ -18,6 +18,9 @@ class Refusal(ValueError):
     The message is one line, names the flag as the user typed it, and says what to use instead.
     """
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # a value that is repeated in it may be of several lines
+
 
 class PageBudget(NamedTuple):
     """How the pages that one decode step attends to divide."""
@@ -69,10 +72,10 @@ class FreeKVConfig:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
-        for name, least in (("budget", 3), ("sink", 0), ("window", 2)):
+        for name, least in (("budget", 4), ("sink", 0), ("window", 2)):
             tokens = getattr(self, f"{name}_tokens")
             if tokens < 0 or tokens % self.page_size:
-                nearest = max(least, round(tokens / self.page_size)) * self.page_size
+                nearest = max(least, _nearest(tokens, self.page_size)) * self.page_size
                 raise Refusal(
                     f"--freekv-{name} {tokens}: expected a non-negative multiple of --page-size {self.page_size}; "
                     f"use --freekv-{name} {nearest}"
@@ -89,7 +92,7 @@ class FreeKVConfig:
                 f"--freekv-window {self.window_tokens}, or nothing is left to select; use --freekv-budget {need} or more"
             )
         if self.cache_tokens < self.budget_tokens or self.cache_tokens % self.page_size:
-            nearest = max(self.budget_tokens, round(self.cache_tokens / self.page_size) * self.page_size)
+            nearest = max(self.budget_tokens, _nearest(self.cache_tokens, self.page_size) * self.page_size)
             raise Refusal(
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
@@ -123,3 +126,8 @@ class FreeKVConfig:
     def cache_pages(self) -> int:
         """Device slots of a request: C."""
         return self.cache_tokens // self.page_size
+
+
+def _nearest(tokens: int, page_size: int) -> int:
+    """Whole pages nearest to ``tokens``, of any size."""
+    return (2 * tokens + page_size) // (2 * page_size)

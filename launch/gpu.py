@@ -1,0 +1,81 @@
+"""Gpu: the device that a server would take, and all that the doctor asks of CUDA."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+
+import torch
+
+from sglang_freekv.memory_pool import pinned
+
+WARM_UP, REPEATS = 2, 5
+
+
+class Gpu:
+    """Device 0 of CUDA, if there is one."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            self.present = torch.cuda.is_available()
+        self.complaint = next((str(warning.message).splitlines()[0] for warning in said), None)
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.present else "cpu"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(0)
+
+    @property
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free, and in all."""
+        return torch.cuda.mem_get_info(0)
+
+    @property
+    def pci_address(self) -> str:
+        """As directories of ``/sys/bus/pci/devices`` are named."""
+        found = torch.cuda.get_device_properties(0)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+    def pin(self, num_bytes: int) -> None:
+        """Take host memory as the host pool does, page-lock it, and give it back.
+
+        Raises:
+            PinError: CUDA does not lock it.
+            OSError: the system does not give it.
+        """
+        torch.cuda.set_device(0)
+        memory = pinned.allocate(num_bytes, huge=True)
+        pinned.unpin([pinned.pin(memory)])
+
+    def copy_rates(self, num_bytes: int) -> tuple[float, float]:
+        """Bytes per second to the device and to the host, of copies of ``num_bytes`` of page-locked memory.
+
+        Raises:
+            PinError, OSError: as :meth:`pin`.
+            RuntimeError: CUDA's, such as no room on the device.
+        """
+        torch.cuda.set_device(0)
+        memory = pinned.allocate(num_bytes, huge=True)
+        addresses = [pinned.pin(memory)]
+        try:
+            host, device = torch.frombuffer(memory, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0")
+            return num_bytes / _seconds(device, host), num_bytes / _seconds(host, device)
+        finally:
+            pinned.unpin(addresses)
+
+
+def _seconds(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Median of one copy, by the device's own clock."""
+    samples = []
+    for _ in range(WARM_UP + REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(samples[WARM_UP:])

@@ -1,0 +1,112 @@
+"""Any setting of the options is a sound config, or refused in one line that says what to use."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from argparse import ArgumentParser
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
+from sglang_freekv.scheduler_patch.refusals import typed
+
+DETERMINISTIC = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+whole = st.integers(-64, 9000) | st.integers(-4, 300).map(lambda pages: pages * DEFAULT_PAGE_SIZE) | st.integers()
+words = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=6)
+numbers = st.floats() | st.sampled_from((-1.0, 0.9, 8.0))
+anything = whole | numbers | words | st.booleans() | st.lists(whole | words, max_size=3)
+page_sizes = st.sampled_from((1, 8, 32, 64)) | whole
+typed_options = st.fixed_dictionaries({}, optional={
+    "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
+    "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
+    "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
+})  # fmt: skip
+OPTIONS = NAMES[1:]
+
+
+def refused(make) -> str | None:
+    """What ``make`` was refused with, in the form that every refusal has; None if it gave a config, which is sound."""
+    try:
+        config = make()
+    except Refusal as refusal:
+        message = str(refusal)
+        assert len(message.splitlines()) == 1 and re.match(r"--(freekv-[a-z-]+|page-size) ", message)
+        assert ": expected " in message and re.search(r"; (use|leave it out)\b", message)
+        return message
+    pages, size = config.pages, config.page_size
+    assert size >= 1 and pages.sink >= 0 and pages.selected >= 1 and pages.window >= 2
+    assert config.budget_tokens == pages.total * size > config.sink_tokens + config.window_tokens
+    assert (config.sink_tokens, config.window_tokens) == (pages.sink * size, pages.window * size)
+    assert config.cache_tokens == config.cache_pages * size >= config.budget_tokens
+    assert config.tau == config.tau and (config.host_memory_gib is None or config.host_memory_gib > 0)
+    assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
+    return None
+
+
+@given(
+    values=st.fixed_dictionaries({}, optional={
+        "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": numbers, "page_size": page_sizes,
+        "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
+        "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
+        "host_layout": st.sampled_from(HOST_LAYOUTS) | words,
+    })
+)  # fmt: skip
+@settings(DETERMINISTIC, max_examples=500)
+def test_a_config_is_sound_or_refused(values):
+    refused(lambda: FreeKVConfig(**values))
+
+
+@given(st.dictionaries(st.sampled_from(OPTIONS), anything), page_sizes)
+@settings(DETERMINISTIC, max_examples=500)
+def test_options_of_any_type_are_taken_or_refused(values, page_size):
+    refused(lambda: config_from(Options(kv_retrieval="freekv", **values), page_size))
+
+
+@given(st.dictionaries(st.sampled_from(OPTIONS), anything) | typed_options)
+@settings(DETERMINISTIC, max_examples=500)
+def test_a_command_line_is_taken_or_refused(values):
+    parser = ArgumentParser()
+    add_cli_args(None, parser)
+    texts = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            parsed = parser.parse_args(["--kv-retrieval=freekv", *(f"{typed(name)}={text}" for name, text in texts.items())])
+        except SystemExit as exit:
+            assert exit.code == 2 and re.search(r"error: argument --freekv-[a-z-]+: invalid ", said.getvalue())
+            return
+    refused(lambda: config_from(Options(**vars(parsed)), DEFAULT_PAGE_SIZE))
+
+
+@given(typed_options, page_sizes)
+@settings(DETERMINISTIC, max_examples=500)
+def test_who_does_what_a_refusal_says_is_served(values, page_size):
+    options = Options(kv_retrieval="freekv", **values)
+    for _ in range(8):
+        message = refused(lambda: config_from(options, page_size))
+        if message is None:
+            return
+        flag = message.split()[0]
+        advice = re.search(rf"; use (?:for example )?{flag} (\d+)", message)
+        value = int(advice[1]) if advice else None  # left out
+        if flag == "--page-size":
+            page_size = value
+        else:
+            options = replace(options, **{flag[2:].replace("-", "_"): value})
+    pytest.fail(f"still refused: {message}")
+
+
+@pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache", "freekv_tau", "freekv_host_memory"])
+def test_numbers_that_no_float_holds_are_refused(option):
+    assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: 10**400 + 1}), DEFAULT_PAGE_SIZE))
+
+
+@pytest.mark.parametrize("option", ["freekv_budget", "freekv_tau", "freekv_recall", "freekv_dense_layers"])
+def test_a_value_of_several_lines_is_refused_in_one(option):
+    assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: "1\nx"}), DEFAULT_PAGE_SIZE))

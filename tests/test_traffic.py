@@ -1,0 +1,78 @@
+"""The engine under any traffic: admissions, chunks, prefix hits, steps, ends, retractions and evictions in any order; the same in every run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from engine import CONFIGS, Request
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_retrieval import DeferredStream
+from traffic import Traffic
+
+from sglang_freekv.batch import ExtendBatch
+from sglang_freekv.memory_pool.transfer import InlineStream
+
+LEAST_RULES = 150  # of each configuration and stream: 2700 in all
+DETERMINISTIC = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+TRAFFIC = settings(DETERMINISTIC, max_examples=6, stateful_step_count=40)
+
+
+def traffic(name: str, **attributes) -> type[Traffic]:
+    """A machine of its own name, so that it gets examples of its own."""
+    return type(name, (Traffic,), {"ran": Counter(), "saw": Counter(), **attributes})
+
+
+@pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_traffic_is_served_as_the_paper_says(name, stream, record_property):
+    machine = traffic(f"{name} {stream.__name__}", config=CONFIGS[name], stream=stream)
+    run_state_machine_as_test(machine, settings=TRAFFIC)
+    record_property("ran", {**machine.ran, **machine.saw})
+    print(f"{machine.ran.total()} rules: {dict(machine.ran)}; {dict(machine.saw)}")
+    assert machine.ran.total() >= LEAST_RULES and machine.saw["prefix pages"] and machine.saw["decoded tokens"]
+    assert machine.saw["recalled units"] or machine.config.device_cache_tokens, "slack may do without recall, nothing else"
+
+
+def _never_waiting(machine: Traffic) -> None:
+    machine.retrieval.complete_transfers = lambda layer: None
+
+
+def _extending_while_a_step_is_in_flight(machine: Traffic) -> None:
+    machine.retrieval.complete_all_transfers = lambda: None
+
+
+def _seeding_a_row_only_once(machine: Traffic) -> None:
+    seed, seeded = machine.retrieval._seed, set()
+
+    def seed_new_rows(layer: int, queries, batch: ExtendBatch, *context) -> None:
+        if seeded.isdisjoint(new := {(layer, row) for row in batch.rows.tolist()}):
+            seed(layer, queries, batch, *context)
+        seeded.update(new)
+
+    machine.retrieval._seed = seed_new_rows
+
+
+def _recalling_with_an_old_page_table(machine: Traffic) -> None:
+    tensors, tables = machine.engine._tensors, {}
+
+    def first_tables(requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, table = tensors(requests)
+        for row, entries in zip(rows.tolist(), table):
+            first = tables.setdefault(row, entries.clone())
+            entries[: len(first)] = first[: len(entries)]
+        return rows, table
+
+    machine.engine._tensors = first_tables
+
+
+@pytest.mark.parametrize("sabotage", [
+    _never_waiting, _extending_while_a_step_is_in_flight, _seeding_a_row_only_once, _recalling_with_an_old_page_table,
+])  # fmt: skip
+def test_a_broken_engine_is_found(sabotage):
+    """The negative control of the machine."""
+    machine = traffic(sabotage.__name__, stream=DeferredStream, sabotage=sabotage)
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_state_machine_as_test(machine, settings=settings(TRAFFIC, max_examples=40, phases=[Phase.generate]))

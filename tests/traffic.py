@@ -1,0 +1,292 @@
+"""What a server may do to the retrieval engine, as a state machine of hypothesis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_freekv.batch import ExtendBatch
+from sglang_freekv.kernels import CORRECTED, RECALLED
+from sglang_freekv.memory_pool.transfer import InlineStream
+
+ROWS, LONGEST_PROMPT, LONGEST_ANSWER = 4, 96, 28  # contexts of all rows fit the engine's context buffer together
+POOL_TOKENS = 320  # less than they take: pages change hands
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+some_requests = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True)
+chunks = st.integers(0, LONGEST_PROMPT)
+
+
+@dataclass
+class Cached:
+    """What the radix tree keeps of a request that had a row: its text, and the host pages of the first part of it."""
+
+    text: Request
+    pages: list[int]
+
+
+class Server(Engine):
+    """The engine with page tables as they are when pages are allocated one by one: the next page's entry is stale."""
+
+    def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.zeros(len(requests), max(len(request.pages) for request in requests) + 3, dtype=torch.int64)
+        for entries, request in zip(table, requests):
+            count = len(request.pages)
+            entries[:count] = torch.tensor(request.pages)
+            entries[count] = torch.randint(1, 400, (), generator=self.generator)
+        return torch.tensor([request.row for request in requests]), table
+
+
+class Traffic(RuleBasedStateMachine):
+    """What SGLang's scheduler, allocator and radix tree may do to the engine, in any order, beside a model of what must come of it.
+
+    The model of a request is its text, known in full, and ``expected_step``.
+    """
+
+    config, stream, ran, saw = CONFIGS["tight"], InlineStream, Counter(), Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = self.config.page_size
+        self.engine = Server(self.config, [], 0, self.stream)
+        self.retrieval = self.engine.retrieval
+        self.sabotage()
+        self.free_pages = self.engine.free_pages[: POOL_TOKENS // self.size].tolist()
+        self.all_pages = sorted(self.free_pages)
+        self.free_rows = list(range(1, ROWS + 1))
+        self.running: list[Request] = []
+        self.retracted: list[Request] = []
+        self.tree: list[Cached] = []
+        self.corrected: dict[int, int] = {}  # of a row since its last extend; a row without an entry is yet to be seeded
+        self.at_rest = True
+        self.padding = Request(0, 1, 0, [], self.engine.generator)
+        for tensor in (self.padding.q, self.padding.k, self.padding.v):
+            tensor.fill_(torch.nan)
+
+    def sabotage(self) -> None:
+        """Break the engine, for a test of this test."""
+
+    # Where requests are, and whose pages are whose.
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [request for request in self.running if request.tokens < request.prompt]
+
+    @property
+    def ready(self) -> list[Request]:
+        return [request for request in self.running if request.prompt <= request.tokens < request.total]
+
+    def held(self) -> set[int]:
+        return {page for holder in (*self.running, *self.tree) for page in holder.pages}
+
+    def reclaim(self, pages: list[int]) -> None:
+        self.free_pages.extend(sorted(set(pages) - self.held()))
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Pages for ``tokens`` tokens, the page freed last first; False if there are too few even without the tree."""
+        need = -(-tokens // self.size) - len(request.pages)
+        while len(self.free_pages) < need and self.tree:
+            self.reclaim(self.tree.pop(0).pages)
+        if len(self.free_pages) < need:
+            return False
+        request.pages.extend(self.free_pages.pop() for _ in range(need))
+        return True
+
+    def start(self, request: Request, pages: list[int]) -> None:
+        """Give it a row, the one freed last, and the pages of a prefix, at least a token short of its prompt."""
+        request.pages = pages[: (request.prompt - 1) // self.size]
+        request.tokens = len(request.pages) * self.size
+        request.row = self.free_rows.pop()
+        request.speculative = {}
+        self.running.append(request)
+        self.saw["prefix pages"] += len(request.pages)
+
+    # Forward passes.
+
+    def extend_by(self, requests: list[Request], chunk: int) -> None:
+        """Extend each to the end of its prompt, or by ``chunk`` tokens in whole pages; 0 leaves it waiting."""
+        spans = []
+        for request in requests if chunk else ():
+            end = min(request.prompt, request.tokens + max(1, chunk // self.size) * self.size)
+            if self.grow(request, end):
+                spans.append((request, request.tokens, end))
+        if not spans:
+            return
+        self.at_rest = False
+        self.saw["extended tokens"] += sum(end - start for _, start, end in spans)
+        outputs = self.engine.extend([request for request, _, _ in spans], [end for _, _, end in spans])
+        for layer, output in enumerate(outputs):
+            for (request, start, end), part in zip(spans, output.split([end - start for _, start, end in spans])):
+                torch.testing.assert_close(part, causal(request, layer, start, end), **TOLERANCE)
+        self.corrected.update({request.row: 0 for request, _, _ in spans})
+
+    def decode(self, requests: list[Request], padded: bool) -> None:
+        """One token of each, unless there is no page for it."""
+        batch = [request for request in requests if self.grow(request, request.tokens + 1)]
+        if not batch:
+            return
+        self.at_rest, self.padding.tokens = False, 0
+        self.saw["decoded tokens"] += len(batch)
+        for layer, output in enumerate(self.engine.decode(batch + [self.padding] * padded)):
+            assert not output[len(batch) :].any()
+            for request, actual in zip(batch, output):
+                self.check_output(request, layer, actual.view(HEADS * GROUP, DIM))
+
+    # The rules.
+
+    @precondition(lambda self: self.free_rows)
+    @rule(prompt=st.integers(1, LONGEST_PROMPT), source=st.integers(0, 7), shared=st.integers(1, LONGEST_PROMPT), chunk=chunks)
+    def admit(self, prompt: int, source: int, shared: int, chunk: int) -> None:
+        """A fresh request, or one that begins like one that the tree knows."""
+        self.ran["admit"] += 1
+        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator)
+        prompts = [Cached(other, other.pages[: min(other.tokens, other.prompt) // self.size]) for other in self.running]
+        found = dict(enumerate((*self.tree[::-1], *prompts))).get(source, Cached(request, []))
+        pages = found.pages[:shared]
+        known = min(len(pages) * self.size, request.total)
+        for ours, theirs in zip((request.q, request.k, request.v), (found.text.q, found.text.k, found.text.v)):
+            ours[:, :known] = theirs[:, :known]
+        self.start(request, pages)
+        self.extend_by([request], chunk)
+
+    @precondition(lambda self: self.waiting)
+    @rule(order=some_requests, chunk=chunks)
+    def extend(self, order: list[int], chunk: int) -> None:
+        self.ran["extend"] += 1
+        self.extend_by([self.waiting[index] for index in order if index < len(self.waiting)] or self.waiting, max(1, chunk))
+
+    @precondition(lambda self: self.ready)
+    @rule(order=some_requests, padded=st.booleans())
+    def decode_some(self, order: list[int], padded: bool) -> None:
+        self.ran["decode some"] += 1
+        self.decode([self.ready[index] for index in order if index < len(self.ready)] or self.ready[-1:], padded)
+
+    @precondition(lambda self: self.ready)
+    @rule(steps=st.integers(1, 5))
+    def decode_all(self, steps: int) -> None:
+        self.ran["decode all"] += 1
+        for _ in range(steps):
+            self.decode(self.ready, padded=False)
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, ROWS - 1), end=st.sampled_from(("finished", "aborted", "retracted")))
+    def stop(self, index: int, end: str) -> None:
+        """Its row is free, its full pages are the tree's or nobody's."""
+        self.ran["stop"] += 1
+        request = self.running.pop(index % len(self.running))
+        self.free_rows.append(request.row)
+        if self.corrected.pop(request.row, None) is not None:
+            self.saw["recalled units"] += int(self.retrieval.row_counts(torch.tensor([request.row]))[0, RECALLED])
+        full_pages = request.pages[: request.tokens // self.size]
+        if end != "aborted" and full_pages:
+            self.tree.append(Cached(request, full_pages))
+        if end == "retracted":
+            self.retracted.append(request)
+        self.reclaim(request.pages)
+
+    @precondition(lambda self: self.retracted and self.free_rows)
+    @rule(more=st.integers(0, 1), chunk=chunks)
+    def resume(self, more: int, chunk: int) -> None:
+        """What it had is its prompt now, and as much of that as the tree still has is its prefix."""
+        self.ran["resume"] += 1
+        request = self.retracted.pop()
+        request.prompt = max(request.prompt, min(request.tokens + more, request.total))
+        self.start(request, max((entry.pages for entry in self.tree if entry.text is request), key=len, default=[]))
+        self.extend_by([request], chunk)
+
+    @precondition(lambda self: self.tree)
+    @rule(index=st.integers(0, 7), left=st.integers(0, LONGEST_PROMPT // 2))
+    def evict(self, index: int, left: int) -> None:
+        """The end of an entry, or the whole tree."""
+        self.ran["evict"] += 1
+        for entry in [self.tree[index]] if index < len(self.tree) else self.tree:
+            pages, entry.pages = entry.pages, entry.pages[: left // self.size]
+            self.reclaim(pages)
+        self.tree = [entry for entry in self.tree if entry.pages]
+
+    @precondition(lambda self: not self.at_rest)
+    @rule()
+    def rest(self) -> None:
+        """Everything is where it should be once nothing is in flight; what nobody holds may then be anything."""
+        self.ran["rest"] += 1
+        for layer in range(LAYERS):
+            self.retrieval.complete_transfers(layer)
+        assert not any(misses.length.any() for misses in (self.retrieval.corrected, *self.retrieval.ahead))
+        self.retrieval.store.check_integrity(self.check_host_pages(), self.retrieval.policy)
+        for request in self.running:
+            if request.row in self.corrected:
+                assert self.retrieval.row_counts(torch.tensor([request.row]))[0, CORRECTED] == self.corrected[request.row]
+                for layer in range(LAYERS):
+                    self.check_row(request, layer)
+        self.spoil()
+        self.at_rest = True
+
+    @invariant()
+    def every_page_is_free_or_held(self) -> None:
+        assert sorted((*self.free_pages, *self.held())) == self.all_pages
+
+    def teardown(self) -> None:
+        self.rest()
+
+    # What must hold.
+
+    def check_output(self, request: Request, layer: int, output: torch.Tensor) -> None:
+        expected, corrected = expected_step(self.config, request, layer)
+        self.corrected[request.row] += corrected
+        self.saw["corrected kv heads"] += corrected
+        torch.testing.assert_close(output, expected, **TOLERANCE)
+        if request.tokens <= self.config.budget_tokens:
+            dense = [attend(request, layer, head, request.tokens - 1, list(range(request.tokens))) for head in range(HEADS)]
+            torch.testing.assert_close(output, torch.cat(dense), **TOLERANCE)
+
+    def check_host_pages(self) -> torch.Tensor:
+        """Every page that is full has the keys and values of its text; returns those pages."""
+        holders = [(request, request.pages[: request.tokens // self.size]) for request in self.running if request.row in self.corrected]
+        holders += [(entry.text, entry.pages) for entry in self.tree]
+        for text, pages in holders:
+            for layer, host in enumerate(self.retrieval.host.layers):
+                keys_values = torch.stack((text.k[layer], text.v[layer]))[:, : len(pages) * self.size]
+                assert torch.equal(host[pages], keys_values.unflatten(1, (len(pages), self.size)).permute(1, 3, 0, 2, 4))
+        return torch.tensor(sorted({page for _, pages in holders for page in pages}), dtype=torch.int64)
+
+    def check_row(self, request: Request, layer: int) -> None:
+        """Its slots hold its keys and values bit for bit, and the next step attends to the pages that it should."""
+        cache, budget = self.retrieval.cache.layers[layer], self.config.pages
+        num_pages = -(-(request.tokens + 1) // self.size)
+        for head in range(HEADS):
+            table = cache.slot_pages[request.row, head].long()
+            slots = (table >= 0).nonzero().squeeze(1)
+            tokens = table[slots, None] * self.size + torch.arange(self.size)
+            written = tokens < request.tokens
+            for resident, truth in ((cache.keys, request.k), (cache.values, request.v)):
+                found = resident[request.row * len(table) + slots, :, head]
+                assert torch.equal(found[written], truth[layer, tokens[written], head])
+            chosen = request.speculative.get((layer, head))
+            if chosen is None:
+                chosen = choose(self.config, request, layer, head, request.tokens - 1, request.tokens + 1)
+            listed = cache.attended[request.row, head].long()
+            fixed = {page for page in range(num_pages) if page < budget.sink or page >= num_pages - budget.window}
+            assert set(table[listed[listed >= 0]].tolist()) == fixed | chosen
+
+    def spoil(self) -> None:
+        """NaN wherever nobody may look: pages and rows that are free, and the row of padding."""
+        rows, free = [0, *self.free_rows], torch.tensor(self.free_pages, dtype=torch.int64)
+        for layer, cache in enumerate(self.retrieval.cache.layers):
+            self.retrieval.host.layers[layer][free] = self.retrieval.digests.layers[layer][free] = torch.nan
+            cache.previous_queries[rows] = torch.nan
+            for slots in (cache.keys, cache.values):
+                slots.unflatten(0, (self.retrieval.cache.num_rows, -1))[rows] = torch.nan
+
+
+def causal(request: Request, layer: int, start: int, end: int) -> torch.Tensor:
+    """``[end - start, Hq, D]`` dense attention of the tokens from ``start`` on."""
+    q, k, v = request.q[layer, start:end], request.k[layer, :end], request.v[layer, :end]
+    k, v = (x.repeat_interleave(GROUP, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) / DIM**0.5
+    future = torch.arange(end) > torch.arange(start, end)[:, None]
+    return torch.einsum("hts,shd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
