@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -20,8 +21,10 @@ STOP_DEADLINE_S = 30
 HEARTBEAT_S = 10
 POLL_S = 0.5
 TAIL_LINES = 30
+PORTS = range(20000, 32768)  # below those that Linux gives to who asks for any: one of them may be gone a second later
 
 ACTIVATION = "KV retrieval is on"
+NO_PORT = "error while attempting to bind on address"
 PHASES = {  # what the log says -> what begins with it
     "server_args=": "starting the scheduler process",
     "Init torch distributed begin": "preparing the device",
@@ -37,9 +40,13 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that is free, and that the system does not hand out by itself before the server takes it."""
+    for port in random.sample(PORTS, 100):
+        try:
+            return ensure_free(port)
+        except ServerFailed:
+            continue
+    raise ServerFailed(f"no free port among 100 between {PORTS[0]} and {PORTS[-1]}")
 
 
 def ensure_free(port: int) -> int:
@@ -107,7 +114,10 @@ class Server:
                 elapsed = time.monotonic() - started
                 if elapsed > START_DEADLINE_S:
                     raise ServerFailed(f"the server did not answer within {START_DEADLINE_S} s; it was {phase}\n{self.tail()}")
-                news = list(news_in(log.readlines()))
+                lines = log.readlines()
+                if any(NO_PORT in line for line in lines):  # it would wait for ever
+                    raise ServerFailed(f"someone else has taken the server's port\n{self.tail()}")
+                news = list(news_in(lines))
                 phase = next((line for line in reversed(news) if line in PHASES.values()), phase)
                 for line in news or [phase] * (elapsed >= said):
                     say(f"{elapsed:4.0f} s  {line}")

@@ -1,0 +1,34 @@
+"""The child process that serves: where it listens, and how it fails."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import pytest
+
+from sglang_freekv.launch.server import PORTS, Server, ServerFailed, free_port
+
+
+def test_ports_are_free_and_not_those_that_linux_hands_out(monkeypatch):
+    assert all(free_port() in PORTS for _ in range(20))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port := free_port()))
+        taken.listen()
+        monkeypatch.setattr("sglang_freekv.launch.server.random.sample", lambda ports, count: [port] * count)
+        with pytest.raises(ServerFailed, match="no free port among 100"):
+            free_port()
+
+
+def test_a_port_that_was_taken_meanwhile_is_told_at_once(tmp_path):
+    class Refused(Server):
+        program = (sys.executable, "-c", "import time; print('[Errno 98] error while attempting to bind on address', flush=True); time.sleep(99)")
+
+    server, started = Refused([], free_port(), tmp_path / "log", tmp_path), time.monotonic()
+    try:
+        with pytest.raises(ServerFailed, match="someone else has taken the server's port"):
+            server.wait_until_ready(lambda news: None)
+    finally:
+        server.stop()
+    assert time.monotonic() - started < 30
