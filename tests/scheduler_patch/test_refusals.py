@@ -48,7 +48,7 @@ VALUES = {  # typed flags: how the refusal begins
     ("--max-total-tokens", "31"): "--max-total-tokens 31: expected at least 128, 4 pages of --page-size 32",
     ("--grammar-backend", "xgrammar"): "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only",
     ("--freekv-dense-layers", ","): "--freekv-dense-layers ,: expected comma-separated layer numbers",
-    ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 96",
+    ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 128",
     ("--freekv-dense-layers", "6"): "--freekv-dense-layers 6: expected layers of this model, which are 0 to 5",
     ("--freekv-dense-layers", "0,1,2,3,4,5"): "--freekv-dense-layers 0,1,2,3,4,5: expected at least one layer left",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
