@@ -25,7 +25,6 @@ from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 APPLY_DEADLINE_S = 30
-IDLE_DEADLINE_S = 60
 
 
 @dataclass
@@ -120,20 +119,6 @@ class BenchServer(Server):
         """All prompts at once, each as by :meth:`stream`."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.stream(prompt, *arguments, **options), prompts))
-
-    def state(self) -> dict | None:
-        """The server's ``freekv`` state; None of a stock server."""
-        return self.get("/server_info")["internal_states"][0].get("freekv")
-
-    def flush(self) -> None:
-        """Empty the prefix cache."""
-        deadline = time.monotonic() + IDLE_DEADLINE_S
-        while any(rank["num_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/get_load")):
-            if time.monotonic() > deadline:
-                raise ServerFailed(f"busy for {IDLE_DEADLINE_S} s, and not to be flushed\n{self.tail()}")
-            time.sleep(0.1)
-        with self.open("/flush_cache", {}):
-            pass
 
     def facts(self) -> dict:
         """What was served, for the results."""

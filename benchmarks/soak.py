@@ -34,7 +34,7 @@ TASKS, NEW_TOKENS, FILLER_TOKENS = ("magic-number", "code-word", "multi-value"),
 LONG = {"max_new_tokens": 400, "ignore_eos": True}  # for who will not wait for the end
 SHARES = {"ask": 0.7, "fill": 0.12, "abort": 0.1, "disconnect": 0.08}
 RETRACT_EVERY = 40  # forward passes
-SAMPLE_S, IDLE_DEADLINE_S = 2.0, 120
+SAMPLE_S, REST_DEADLINE_S = 2.0, 120
 FLAT, RECOVERED = 1.05, 0.95
 
 
@@ -85,16 +85,12 @@ class SoakServer(Server):
         finally:
             timer.join()
 
-    def state_at_rest(self) -> dict | None:
-        """Its ``freekv`` state with an empty tree, once nothing runs."""
-        deadline = time.monotonic() + IDLE_DEADLINE_S
-        while any(rank["num_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/get_load")):
-            if time.monotonic() > deadline:
-                raise ServerFailed(f"busy {IDLE_DEADLINE_S} s after the last request\n{self.tail()}")
-            time.sleep(0.2)
-        self.open("/flush_cache", {}).close()
+    def state_at_rest(self) -> dict:
+        """Its state with an empty tree, once nothing runs."""
+        self.wait_until_idle(REST_DEADLINE_S)
+        self.flush()
         time.sleep(1)
-        return self.get("/server_info")["internal_states"][0].get("freekv")
+        return self.state()
 
     def memory(self) -> dict[str, float]:
         """Resident MiB of the server's processes, and used MiB of the GPU if there is one."""

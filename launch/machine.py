@@ -21,7 +21,6 @@ PLUGIN = ("sglang.srt.plugins", "freekv", "sglang_freekv.plugin:register")
 PACKAGES = {"torch": "torch", "triton": "triton", "sglang": "sglang", "flashinfer": "flashinfer-python"}
 INSTALL = "`pip install -e .` in the checkout of sglang_freekv"
 
-LEAST_HOST_BYTES = 64 << 20  # as in scheduler_patch.arguments, which takes seconds to import
 PINNED_BYTES = 64 << 20
 COPIED_BYTES = 256 << 20
 RAISE_MEMLOCK = "`docker run --ulimit memlock=-1` in a container, `ulimit -l unlimited` before the server elsewhere"
@@ -105,10 +104,10 @@ class Machine:
         if available < machine:
             value += f"; a cgroup bounds it, the machine has {size(machine)} available"
             remedy = f"`docker run --memory={machine >> 30}g`, or a higher memory limit of the pod or slice, gives up to all of it"
-        if pool < LEAST_HOST_BYTES:
-            remedy = f"expected a host pool of {size(LEAST_HOST_BYTES)} at least: " + (remedy or "end what takes the memory")
+        if pool < host_memory.LEAST_BYTES:
+            remedy = f"expected a host pool of {size(host_memory.LEAST_BYTES)} at least: " + (remedy or "end what takes the memory")
         figures = {"available_bytes": available, "machine_bytes": machine, "host_pool_bytes": pool}
-        return Finding("host memory", value, remedy, pool < LEAST_HOST_BYTES, figures)
+        return Finding("host memory", value, remedy, pool < host_memory.LEAST_BYTES, figures)
 
     def _memlock(self, pinning: Finding) -> Finding:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 START_DEADLINE_S = 600
 STOP_DEADLINE_S = 30
+IDLE_DEADLINE_S = 60
 HEARTBEAT_S = 10
 POLL_S = 0.5
 TAIL_LINES = 30
@@ -150,6 +151,27 @@ class Server:
         except OSError as error:
             self._ensure_alive(grace_s=10)
             raise ServerFailed(f"{request.full_url}: {error}\n{self.tail()}") from None
+
+    def wait_until_idle(self, deadline_s: float = IDLE_DEADLINE_S) -> None:
+        """Waits until no request runs or waits.
+
+        Raises:
+            ServerFailed: some still do after ``deadline_s``.
+        """
+        started = time.monotonic()
+        while any(rank["num_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/get_load")):
+            if time.monotonic() - started > deadline_s:
+                raise ServerFailed(f"the server is still busy after {deadline_s:.0f} s\n{self.tail()}")
+            time.sleep(0.1)
+
+    def flush(self) -> None:
+        """Empty the prefix cache, once nothing runs."""
+        self.wait_until_idle()
+        self.open("/flush_cache", {}).close()
+
+    def state(self) -> dict | None:
+        """The server's ``freekv`` state; None of a stock server."""
+        return self.get("/server_info")["internal_states"][0].get("freekv")
 
     def _is_healthy(self) -> bool:
         try:

@@ -10,6 +10,7 @@ CGROUP = Path("/sys/fs/cgroup")
 # The rest is for SGLang's processes, weights in flight and the page cache. On `--device cpu` the
 # weights, the device cache and the activations live in the same memory.
 SHARE = {"cuda": 0.7, "cpu": 0.35}
+LEAST_BYTES = 64 << 20  # of a host pool that nobody asked for by size
 
 # limit, usage, and the line of memory.stat that counts reclaimable file cache, children included
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

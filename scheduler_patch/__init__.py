@@ -82,6 +82,11 @@ SCHEDULER = (
         "SGLang counts new tokens only, and the prefixes of a batch are on the device together too",
     ),
     Patch(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req", "self idx remaing_req_count server_args",
+        REPLACE, "retraction:keep_pages",
+        "a retracted request resumes from the host pages that nobody has needed meanwhile",
+    ),
+    Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
         AFTER, "counts:attach",

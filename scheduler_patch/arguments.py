@@ -20,7 +20,6 @@ from sglang_freekv.scheduler_patch.refusals import typed
 
 logger = logging.getLogger(__name__)
 
-LEAST_HOST_BYTES = 64 << 20
 METHODS = ("none", *POLICIES)
 DEFAULTS = FreeKVConfig()
 
@@ -205,7 +204,7 @@ def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVCon
     available = host_memory.available_bytes()
     if config.host_memory_gib is None:
         share = host_memory.default_host_pool_bytes(available, ranks, asked.device)
-        if share < LEAST_HOST_BYTES:
+        if share < host_memory.LEAST_BYTES:
             raise Refusal(
                 f"--kv-retrieval freekv: this machine or its cgroup has {available / GIB:.2f} GiB available, too little for the KV of "
                 f"{ranks} rank(s); free some memory, raise the container's limit, or set --freekv-host-memory"

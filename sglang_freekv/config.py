@@ -86,10 +86,10 @@ class FreeKVConfig:
                 f"written may hold one token; use --freekv-window {2 * self.page_size} or more"
             )
         if self.budget_tokens <= self.sink_tokens + self.window_tokens:
-            need = self.sink_tokens + self.window_tokens + self.page_size
+            enough = 2 * (self.sink_tokens + self.window_tokens)  # as much as the defaults leave; those that grow with the budget fit too
             raise Refusal(
                 f"--freekv-budget {self.budget_tokens}: expected more than --freekv-sink {self.sink_tokens} + "
-                f"--freekv-window {self.window_tokens}, or nothing is left to select; use --freekv-budget {need} or more"
+                f"--freekv-window {self.window_tokens}, or nothing is left to select; use --freekv-budget {enough}, or lower ones of these"
             )
         if self.cache_tokens < self.budget_tokens or self.cache_tokens % self.page_size:
             nearest = max(self.budget_tokens, _nearest(self.cache_tokens, self.page_size) * self.page_size)

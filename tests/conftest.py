@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from sglang_freekv import kernels
 
@@ -21,6 +22,9 @@ if not torch.cuda.is_available():  # what is declared now runs under Triton's in
         import_module("triton.experimental.gluon.language")  # the interpreter does so at its first launch
 
 from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too
+
+settings.register_profile("the same in every run", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("the same in every run")
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 

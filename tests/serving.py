@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,6 @@ from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDLE_MODEL = ROOT / "benchmarks" / "needle" / "model"
-IDLE_DEADLINE_S = 60
 
 DEFAULTS = {
     "--model-path": NEEDLE_MODEL,
@@ -62,18 +60,13 @@ class TestServer(Server):
 
     def when_idle(self) -> dict | None:
         """The server's ``freekv`` state once nothing runs; None of a stock server."""
-        deadline = time.monotonic() + IDLE_DEADLINE_S
-        while time.monotonic() < deadline:
-            if all(rank["num_reqs"] == rank["num_waiting_reqs"] == 0 for rank in self.get("/get_load")):
-                return self.get("/server_info")["internal_states"][0].get("freekv")
-            time.sleep(0.1)
-        raise RuntimeError(f"the server is still busy after {IDLE_DEADLINE_S} s\n{self.tail()}")
+        self.wait_until_idle()
+        return self.state()
 
     def flush(self) -> dict | None:
         """Empty the prefix cache and return the state after it."""
-        self.when_idle()
-        with self.open("/flush_cache", {}):
-            return self.when_idle()
+        super().flush()
+        return self.when_idle()
 
     def check(self) -> None:
         """Raise RuntimeError if it has died, or its log tells that something went wrong."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_freekv.batch import ExtendBatch
 
-DETERMINISTIC = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @given(
@@ -17,7 +16,7 @@ DETERMINISTIC = settings(derandomize=True, database=None, deadline=None, suppres
     page_size=st.integers(1, 17),
     spare=st.integers(0, 3),
 )
-@settings(DETERMINISTIC, max_examples=300)
+@settings(max_examples=300)
 def test_the_layout_of_an_extend(spans, page_size, spare):
     prefixes, queries = [pages * page_size for pages, _ in spans], [tokens for _, tokens in spans]
     width = max(prefix + query for prefix, query in zip(prefixes, queries)) // page_size + 1 + spare
@@ -46,7 +45,7 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
 
 
 @given(pages=st.integers(0, 7), over=st.integers(1, 16), page_size=st.integers(2, 17))
-@settings(DETERMINISTIC, max_examples=50)
+@settings(max_examples=50)
 def test_a_prefix_that_is_not_whole_pages_is_refused(pages, over, page_size):
     prefix = pages * page_size + 1 + over % (page_size - 1)
     with pytest.raises(RuntimeError, match=f"prefix of {prefix} tokens, expected a multiple of the page size {page_size}$"):

@@ -9,14 +9,13 @@ from argparse import ArgumentParser
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
 from sglang_freekv.scheduler_patch.refusals import typed
 
-DETERMINISTIC = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 whole = st.integers(-64, 9000) | st.integers(-4, 300).map(lambda pages: pages * DEFAULT_PAGE_SIZE) | st.integers()
 words = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=6)
 numbers = st.floats() | st.sampled_from((-1.0, 0.9, 8.0))
@@ -57,19 +56,19 @@ def refused(make) -> str | None:
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words,
     })
 )  # fmt: skip
-@settings(DETERMINISTIC, max_examples=500)
+@settings(max_examples=500)
 def test_a_config_is_sound_or_refused(values):
     refused(lambda: FreeKVConfig(**values))
 
 
 @given(st.dictionaries(st.sampled_from(OPTIONS), anything), page_sizes)
-@settings(DETERMINISTIC, max_examples=500)
+@settings(max_examples=500)
 def test_options_of_any_type_are_taken_or_refused(values, page_size):
     refused(lambda: config_from(Options(kv_retrieval="freekv", **values), page_size))
 
 
 @given(st.dictionaries(st.sampled_from(OPTIONS), anything) | typed_options)
-@settings(DETERMINISTIC, max_examples=500)
+@settings(max_examples=500)
 def test_a_command_line_is_taken_or_refused(values):
     parser = ArgumentParser()
     add_cli_args(None, parser)
@@ -85,7 +84,7 @@ def test_a_command_line_is_taken_or_refused(values):
 
 
 @given(typed_options, page_sizes)
-@settings(DETERMINISTIC, max_examples=500)
+@settings(max_examples=500)
 def test_who_does_what_a_refusal_says_is_served(values, page_size):
     options = Options(kv_retrieval="freekv", **values)
     for _ in range(8):

@@ -23,7 +23,8 @@ def test_ports_are_free_and_not_those_that_linux_hands_out(monkeypatch):
 
 def test_a_port_that_was_taken_meanwhile_is_told_at_once(tmp_path):
     class Refused(Server):
-        program = (sys.executable, "-c", "import time; print('[Errno 98] error while attempting to bind on address', flush=True); time.sleep(99)")
+        script = "import time; print('[Errno 98] error while attempting to bind on address', flush=True); time.sleep(99)"
+        program = (sys.executable, "-c", script)
 
     server, started = Refused([], free_port(), tmp_path / "log", tmp_path), time.monotonic()
     try:

@@ -10,7 +10,6 @@ from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, Engine, Request, attend, 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_freekv.batch import ExtendBatch
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
 
