@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "needle")]
 
@@ -30,8 +31,12 @@ SYSTEMS = {
     "copy-engine": SMALL | {"--freekv-recall": "copy-engine"},
     "host-nhd": SMALL | {"--freekv-host-layout": "nhd"},
     "slack-4": SMALL | {"--freekv-device-cache": 2048},
+    "canary": SMALL | {"--freekv-canary": "full"},
+    "tp-2-covering": FREEKV | {"--freekv-budget": 16384, "--tp": 2},
+    "tp-2-budget-512": SMALL | {"--tp": 2},
 }
-PAIRS = (("stock", "covering"), *(("budget-512", other) for other in list(SYSTEMS)[3:]))
+LIKE_SMALL = [name for name in SYSTEMS if name not in ("stock", "covering", "budget-512", "tp-2-covering")]
+PAIRS = (("stock", "covering"), ("covering", "tp-2-covering"), *(("budget-512", other) for other in LIKE_SMALL))
 
 
 def questions() -> list[tuple[int, object]]:
@@ -71,7 +76,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         servers = {}
         for name, flags in SYSTEMS.items():
-            if wanted(name):
+            if flags.get("--tp", 1) > torch.cuda.device_count():
+                say(f"{name} is left out: it needs {flags['--tp']} GPUs")
+            elif wanted(name):
                 servers[name] = Server(words(common | flags), port := free_port(), Path(scratch) / f"{name}.log", ROOT)
                 say(f"starting {name} on port {port}")
         for name, server in servers.items():
@@ -85,7 +92,10 @@ def main() -> int:
                     right.setdefault(f"{prompt.task} {length}", []).append(found)
                 accuracy = {task: float(np.mean(results)) for task, results in right.items()}
                 repeat = equal_tokens(answers[name], again)
-                report.add(name, {"questions": len(asked), "accuracy": accuracy, "equal_to_its_repeat_on_prefix_hits": repeat})
+                info = server.get("/server_info")
+                built = {key: (info.get("freekv") or {}).get(key) for key in ("host_tokens", "host_bytes", "device_rows")}
+                result = {"questions": len(asked), "accuracy": accuracy, "equal_to_its_repeat_on_prefix_hits": repeat, "of_a_rank": built}
+                report.add(name, result | {"canary": server.state()["canary"]} if "--freekv-canary" in SYSTEMS[name] else result)
                 rows.append((name, *accuracy.values(), repeat))
         for server in servers.values():
             server.process.terminate()

@@ -17,6 +17,7 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream
@@ -77,6 +78,10 @@ class Step:
 
         policy = Replay(config.pages, config.page_size, config.tau, controls)
         self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
+        if every := variant.get("canary"):
+            self.retrieval.canary = Canary(LAYERS, HOST_PAGES, KV_HEADS, PAGE, every, DEVICE)
+            for checksums in self.retrieval.canary.checksums:
+                checksums.zero_()  # of zeros, which most of the host pool is
         rows = torch.arange(1, batch + 1, device=DEVICE)
         self.seq_lens = torch.full((batch,), context, device=DEVICE)
         table = torch.randint(1, HOST_PAGES, (batch, pages), dtype=torch.int32, device=DEVICE)
@@ -149,6 +154,8 @@ VARIANTS = {
     "programs-32": {"programs": 32},
     "copies-off": {"copies_off": True},
     "uncorrected": {"corrected": 0.0},
+    "canary-sample": {"canary": 16},
+    "canary-full": {"canary": 1},
 }
 CASES = {"32k-b1": (32768, 1), "32k-b8": (32768, 8), "32k-b16": (32768, 16), "128k-b4": (131072, 4)}
 

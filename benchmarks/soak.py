@@ -229,7 +229,8 @@ def main() -> int:
         with serving(common | {"--freekv-budget": covering}, Path(scratch) / "dense.log", {}) as dense:
             known, _ = right_alone(dense, prompts)
         say(f"dense attention answers {sum(known)} of {len(prompts)}")
-        with serving(common | {"--freekv-budget": options.budget}, Path(scratch) / "freekv.log", storm) as server:
+        watched = {"--freekv-budget": options.budget, "--freekv-canary": "full"}
+        with serving(common | watched, Path(scratch) / "freekv.log", storm) as server:
             found, expected = right_alone(server, prompts)
             lost = sum(a and not b for a, b in zip(known, found))
             say(f"FreeKV, undisturbed, answers {sum(found)}; {lost} that dense answers are lost to selection")
@@ -242,7 +243,7 @@ def main() -> int:
             held = server.state_at_rest()
             after = throughput(server, prompts[:16])
             held_after = server.state_at_rest()
-            log = server.log.read_text(errors="replace")
+            log, canary = server.log.read_text(errors="replace"), held_after["canary"]
         grown = {name: growth(samples, name) for name in ("resident_mib", "device_mib")}
         faults += [f"wrong: {each}" for each in tally.wrong] + [f"failed: {each}" for each in tally.failed]
         for state in (held, held_after):
@@ -251,6 +252,8 @@ def main() -> int:
         faults += [f"{name} grew by a factor of {by:.3f}, expected at most {FLAT}" for name, by in grown.items() if by and by > FLAT]
         if options.device == "cuda" and after < RECOVERED * before:  # what else runs on a CPU takes more than that
             faults.append(f"{after:.0f} tokens/s after the load, expected at least {RECOVERED} of {before:.0f}")
+        if canary["faults"]:
+            faults.append(f"the canary found {canary['faults']} units that changed in host memory")
         if not tally.retractions:
             faults.append("no request was retracted: the load was too small to tell anything")
         faults += ["the log has a traceback or a leak"] * ("Traceback (most recent call last)" in log or "memory leak" in log.lower())

@@ -11,6 +11,7 @@ else:
 
     append_tokens = by_device("append", "append_tokens")
     attend_pages = by_device("attend", "attend_pages")
+    checksum_pages = by_device("checksum", "checksum_pages")
     digest_pages = by_device("digest", "digest_pages")
     fill_pages = by_device("fill", "fill_pages")
     needs_correction = by_device("correction", "needs_correction")
@@ -21,6 +22,7 @@ else:
     seed_slots = by_device("seed", "seed_slots")
     snapshot_pages = by_device("page_table", "snapshot_pages")
     stage_pages = by_device("stage", "stage_pages")
+    verify_units = by_device("checksum", "verify_units")
 
     __all__ = [
         "CORRECTED",
@@ -29,6 +31,7 @@ else:
         "RECALLED",
         "append_tokens",
         "attend_pages",
+        "checksum_pages",
         "digest_pages",
         "fill_pages",
         "needs_correction",
@@ -39,4 +42,5 @@ else:
         "seed_slots",
         "snapshot_pages",
         "stage_pages",
+        "verify_units",
     ]

@@ -12,7 +12,7 @@ class Misses:
     """Filled by ``plan_pages``, emptied by ``recall_pages``; one list for each stream that plans.
 
     Args:
-        length: ``[2]`` int32: units in the list, and the programs of a running recall that are done with it.
+        length: ``[3]`` int32: units in the list, the programs of a running recall that are done with it, and the units of the last recall.
         host_pages, heads, slots: ``[M]`` int32: where a unit is, its kv head, and the slot that receives it.
     """
 
@@ -25,7 +25,7 @@ class Misses:
     def allocate(cls, capacity: int, device: str) -> Misses:
         """An empty list for up to ``capacity`` units."""
         return cls(
-            torch.zeros(2, dtype=torch.int32, device=device),
+            torch.zeros(3, dtype=torch.int32, device=device),
             *(torch.zeros(capacity, dtype=torch.int32, device=device) for _ in range(3)),
         )
 
@@ -41,4 +41,10 @@ class Misses:
         self.length[0] = end
 
     def clear(self) -> None:
-        self.length.zero_()
+        self.length[2] = self.length[0]
+        self.length[:2] = 0
+
+    @property
+    def recalled(self) -> torch.Tensor:
+        """``[1]``: units of the last recall; they are still in the columns until the next plan."""
+        return self.length[2:]

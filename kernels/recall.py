@@ -46,7 +46,7 @@ def recall_pages(
 @triton.jit
 def _recall_kernel(
     p_host,  # [n_page, H, 2, S, D]
-    p_length,  # [2]
+    p_length,  # [3]
     p_host_pages,  # [M]
     p_heads,  # [M]
     p_slots,  # [M]
@@ -109,6 +109,7 @@ def _recall_kernel(
     if tl.atomic_add(p_length + 1, 1) == step - 1:
         tl.store(p_length, 0)
         tl.store(p_length + 1, 0)
+        tl.store(p_length + 2, count)
 
 
 @triton.jit

@@ -46,9 +46,10 @@ class Sizing:
 
     @property
     def device_bytes_per_token(self) -> float:
-        """Dense layers in full, and digests: one per page."""
+        """Dense layers in full, and digests: one per page; a checksum beside each if there is a canary."""
         shape = self.shape
-        digest = shape.kv_heads * shape.digest_elements * shape.element_bytes / self.config.page_size
+        checksum = 4 if self.config.canary != "off" else 0
+        digest = shape.kv_heads * (shape.digest_elements * shape.element_bytes + checksum) / self.config.page_size
         return shape.dense_layers * shape.layer_token_bytes + shape.retrieval_layers * digest
 
     @property

@@ -6,6 +6,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.batch import ExtendBatch
+from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
@@ -20,12 +21,20 @@ class Staging:
         tokens: rows of a buffer, the longest context of a batch.
         kv_shape: ``(H, D)``.
         stream: where it is streamed.
+        canary: examines what arrives.
     """
 
     def __init__(
-        self, host: HostPool, tokens: int, kv_shape: tuple[int, int], dtype: torch.dtype, device: str, stream: TransferStream
+        self,
+        host: HostPool,
+        tokens: int,
+        kv_shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: str,
+        stream: TransferStream,
+        canary: Canary | None = None,
     ) -> None:
-        self.host, self.tokens, self.stream = host, tokens, stream
+        self.host, self.tokens, self.stream, self.canary = host, tokens, stream, canary
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
         self.batch: ExtendBatch | None = None
         self.in_flight: Handle | None = None
@@ -54,8 +63,20 @@ class Staging:
         tokens = sum(self.batch.key_lens)
         return keys[:tokens], values[:tokens]
 
+    def sweep(self, host_pages: torch.Tensor) -> None:
+        """Have the canary examine all units of ``host_pages [N]``, as many as a buffer holds; while nothing is in flight."""
+        (keys, values), size = self.buffers[0], self.canary.page_size
+        starts = torch.arange(len(host_pages), device=host_pages.device) * size
+        for layer, pages in enumerate(self.host.layers):
+            kernels.stage_pages(pages, host_pages, starts, keys, values)
+            self.canary.verify_staged(layer, host_pages, starts, keys, values, every=1)
+
     def _stream(self, layer: int) -> None:
         batch, pages, (keys, values) = self.batch, self.host.layers[layer], self.buffers[layer % 2]
-        self.in_flight = self.stream.submit(
-            lambda: kernels.stage_pages(pages, batch.prefix_pages, batch.prefix_starts, keys, values)
-        )
+
+        def stage() -> None:
+            kernels.stage_pages(pages, batch.prefix_pages, batch.prefix_starts, keys, values)
+            if self.canary is not None and len(batch.prefix_pages):
+                self.canary.verify_staged(layer, batch.prefix_pages, batch.prefix_starts, keys, values)
+
+        self.in_flight = self.stream.submit(stage)

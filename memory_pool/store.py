@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.digest_pool import DigestPool
 from sglang_freekv.memory_pool.host_pool import HostPool
@@ -14,15 +15,18 @@ from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.staging import Staging
 from sglang_freekv.memory_pool.transfer import TransferStream
 
+CANARY_EVERY = {"sample": 16, "full": 1}  # units to a unit that is examined
+
 
 @dataclass(frozen=True)
 class Store:
-    """Host pool, digests, device cache and prefix staging of the retrieval layers of one rank."""
+    """Host pool, digests, device cache and prefix staging of the retrieval layers of one rank; a canary if there is one."""
 
     host: HostPool
     digests: DigestPool
     cache: DeviceCache
     staging: Staging
+    canary: Canary | None
 
     @classmethod
     def build(
@@ -43,13 +47,15 @@ class Store:
         num_pages = num_tokens // size + 1
         pin = torch.device(device).type != "cpu"
         host = HostPool(layers, num_pages, (heads, 2, size, dim), dtype, pin, config.host_layout)
+        canary = Canary(layers, num_pages, heads, size, CANARY_EVERY[config.canary], device) if config.canary != "off" else None
         return cls(
             host=host,
             digests=DigestPool(layers, (num_pages, heads, *digest_shape), dtype, device),
             cache=DeviceCache(
                 layers, num_rows + 1, config.cache_pages, config.pages.total, (size, heads, dim), shape.query_heads, dtype, device
             ),
-            staging=Staging(host, staging_tokens, (heads, dim), dtype, device, stream),
+            staging=Staging(host, staging_tokens, (heads, dim), dtype, device, stream, canary),
+            canary=canary,
         )
 
     def check_integrity(self, host_pages: torch.Tensor, policy) -> None:

@@ -111,8 +111,8 @@ SCHEDULER = (
         "what retrieval has done, in internal_states of /server_info",
     ),
     Patch(
-        "sglang.srt.managers.scheduler.Scheduler.process_batch_result", "self batch result", AFTER, "observe:export_metrics",
-        "/metrics",
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result", "self batch result", AROUND, "observe:process_batch_result",
+        "before its tokens leave, what the canary found in a step; after it, /metrics",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", BEFORE, "observe:rest_when_idle",

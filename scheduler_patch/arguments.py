@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, CANARIES, DEFAULT_PAGE_SIZE, GIB, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.scheduler_patch import cpu, refusals
@@ -88,6 +88,12 @@ FLAGS = {
         "help": f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}, a kv head's keys and values in one piece. nhd: "
         "as on the device, so that recall reads single token rows; to be measured against.",
     },
+    "freekv_canary": {
+        "choices": CANARIES,
+        "help": f"Compare KV that comes back from host memory with a checksum made when it left the device. Default: {DEFAULTS.canary}. "
+        "sample: one unit of sixteen. full: every unit, and all pages in turn while the server is idle. A request whose KV changed ends "
+        "with an error that names the page, and the prefix cache forgets that page; all others go on.",
+    },
 }
 
 
@@ -105,6 +111,7 @@ class Options:
     freekv_host_memory: float | None = None
     freekv_recall: str | None = None
     freekv_host_layout: str | None = None
+    freekv_canary: str | None = None
 
 
 NAMES = tuple(field.name for field in fields(Options))
@@ -234,6 +241,7 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
         page_size=page_size,
         recall=options.freekv_recall or DEFAULTS.recall,
         host_layout=options.freekv_host_layout or DEFAULTS.host_layout,
+        canary=options.freekv_canary or DEFAULTS.canary,
     )
 
 

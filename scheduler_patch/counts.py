@@ -14,23 +14,26 @@ KEY = "freekv"
 
 @dataclass
 class StepCounts:
-    """Counts ``[B, 3]`` of the rows of one forward pass, and whether it was a decode step."""
+    """Counts ``[B, 3]`` of the rows of one forward pass, whether it was a decode step, and the canary's faults after it."""
 
     rows: torch.Tensor
     decoded: bool
+    faults: torch.Tensor | None
 
 
 def attach(result, worker, batch, *args, **kwargs) -> None:
     """AFTER the forward pass, on its stream: snapshot the rows' counts beside the logits."""
     if result.logits_output is not None:
-        backend = worker.model_runner.attn_backend
-        result.logits_output.freekv = StepCounts(backend.retrieval.row_counts(batch.req_pool_indices), batch.forward_mode.is_decode())
+        retrieval = worker.model_runner.attn_backend.retrieval
+        faults = retrieval.canary.faults.clone() if retrieval.canary else None
+        result.logits_output.freekv = StepCounts(retrieval.row_counts(batch.req_pool_indices), batch.forward_mode.is_decode(), faults)
 
 
 def copy_to_cpu(result, *args, **kwargs) -> None:
     """BEFORE SGLang copies a step's results to the host under the overlap schedule: send the counts along."""
     if (step := getattr(result.logits_output, KEY, None)) is not None:
         step.rows = _async_d2h(step.rows)
+        step.faults = _async_d2h(step.faults) if step.faults is not None else None
 
 
 def collect(_, processor, i: int, req, logits_output) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.metrics import Exporter
+from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
-EXPORT_INTERVAL_S = 1.0
+EXPORT_INTERVAL_S = SWEEP_INTERVAL_S = 1.0
 CHECK_INTERVAL_S = 5.0  # a request that comes meanwhile waits for the check
+CHECKED_PAGES = 64
 
 
 class Observer:
@@ -18,8 +22,9 @@ class Observer:
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.rows = scheduler.req_to_token_pool
         self.pool: FreeKVPool = self.allocator.get_kvcache()
+        self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
         self.rested: dict | None = None
-        self.next_export = self.next_check = 0.0
+        self.next_export = self.next_check = self.next_sweep = 0.0
         reporter = scheduler.metrics_reporter
         self.exporter = None
         if reporter.enable_metrics:
@@ -45,18 +50,30 @@ class Observer:
         """Bring /metrics up to date, at most once per interval."""
         if self.exporter is not None and time.monotonic() >= self.next_export:
             self.next_export = time.monotonic() + EXPORT_INTERVAL_S
-            self.exporter.export(self.pool.totals, *self.host_pages())
+            self.exporter.export(self.pool.totals, *self.host_pages(), self.quarantine.faults if self.quarantine else 0)
 
     def rest(self) -> None:
-        """After a spell of work: check the pools, unless that was just done, and leave /metrics up to date."""
+        """After a spell of work: check the pools, unless that was just done, and leave /metrics up to date. With a full canary sweep
+        host memory, as long as nothing else is to be done."""
         state = self.state()
         if state != self.rested:
             self.rested = state
             if time.monotonic() >= self.next_check:
-                self.pool.check_integrity(self.allocator)
+                self.check()
                 self.next_check = time.monotonic() + CHECK_INTERVAL_S
             self.next_export = 0.0
             self.export()
+        if self.pool.config.canary == "full" and time.monotonic() >= self.next_sweep:
+            self.pool.retrieval.complete_all_transfers()
+            self.quarantine.sweep_on(self.pool.held_pages(self.allocator), CHECKED_PAGES)
+            self.next_sweep = time.monotonic() + SWEEP_INTERVAL_S
+
+    def check(self) -> None:
+        """Raise RuntimeError on the first broken invariant of a pool; what a canary finds is dealt with before."""
+        self.pool.retrieval.complete_all_transfers()
+        held = self.pool.held_pages(self.allocator)
+        pages = held[torch.randperm(len(held))[:CHECKED_PAGES]]
+        self.pool.store.check_integrity(self.quarantine.sweep(pages) if self.quarantine else pages, self.pool.retrieval.policy)
 
 
 def _observer(scheduler) -> Observer:
@@ -72,12 +89,19 @@ def describe(info: dict, scheduler) -> None:
 
 def internal_state(output, scheduler, recv_req) -> None:
     """AFTER the scheduler reports its state: what retrieval has done so far."""
-    output.internal_state["freekv"] = _observer(scheduler).state()
+    observer = _observer(scheduler)
+    output.internal_state["freekv"] = observer.state() | ({"canary": observer.quarantine.as_dict()} if observer.quarantine else {})
 
 
-def export_metrics(_, scheduler, *args, **kwargs) -> None:
-    """AFTER a step's results are processed."""
-    _observer(scheduler).export()
+def process_batch_result(original, scheduler, batch, result) -> None:
+    """AROUND the processing of a step's results: what the canary found in it, before its tokens leave; then /metrics."""
+    observer, step = _observer(scheduler), getattr(result.logits_output, "freekv", None)
+    if observer.quarantine is not None and step is not None:
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        observer.quarantine.examine(step.faults, batch)
+    original(scheduler, batch, result)
+    observer.export()
 
 
 def rest_when_idle(scheduler) -> None:

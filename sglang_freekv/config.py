@@ -10,6 +10,7 @@ BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
+CANARIES = ("off", "sample", "full")
 
 
 class Refusal(ValueError):
@@ -52,6 +53,7 @@ class FreeKVConfig:
         page_size: tokens per page, SGLang's ``--page-size``.
         recall: a key of ``RECALLS``: how missing pages come from the host.
         host_layout: a key of ``HOST_LAYOUTS``: order of a page's axes in host memory.
+        canary: a key of ``CANARIES``: how many of the pages that come back from the host are compared with their checksums.
 
     Raises:
         Refusal: a value outside its range, or one that is not a whole number of pages.
@@ -68,6 +70,7 @@ class FreeKVConfig:
     page_size: int = DEFAULT_PAGE_SIZE
     recall: str = "zero-copy"
     host_layout: str = "hnd"
+    canary: str = "off"
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -97,8 +100,8 @@ class FreeKVConfig:
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
             )
-        for name, value, allowed in (("recall", self.recall, RECALLS), ("host-layout", self.host_layout, HOST_LAYOUTS)):
-            if value not in allowed:
+        for name, allowed in (("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", CANARIES)):
+            if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
         if self.tau != self.tau:
             raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")

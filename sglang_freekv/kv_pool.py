@@ -20,7 +20,6 @@ from sglang_freekv.retrieval import Retrieval
 
 logger = logging.getLogger(__name__)
 
-CHECKED_PAGES = 64
 EXTEND_WORKSPACE_BYTES = 512 << 20  # what SGLang gives FlashInfer for models with few kv heads
 
 
@@ -106,11 +105,12 @@ class FreeKVPool(MHATokenToKVPool):
         super().set_kv_buffer(layer, loc_info, cache_k, cache_v, *args, **kwargs)
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Keys and values on the device and on the host; digests count as keys."""
+        """Keys and values on the device and on the host; digests and checksums count as keys."""
         dense = sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer))
         store = self.store
         half = (dense + store.host.num_bytes + store.cache.num_bytes) // 2
-        return half + store.digests.num_bytes, half
+        canary = store.canary.num_bytes if store.canary else 0
+        return half + store.digests.num_bytes + canary, half
 
     def describe(self) -> dict:
         """What was built, in tokens and bytes."""
@@ -122,6 +122,7 @@ class FreeKVPool(MHATokenToKVPool):
             "device_cache_tokens": self.config.cache_tokens,
             "recall": self.config.recall,
             "host_layout": self.config.host_layout,
+            "canary": self.config.canary,
             "tau": self.config.tau,
             "page_size": self.page_size,
             "dense_layers": list(self.config.dense_layers),
@@ -129,6 +130,7 @@ class FreeKVPool(MHATokenToKVPool):
             "host_tokens": self.size,
             "host_bytes": self.store.host.num_bytes,
             "digest_bytes": self.store.digests.num_bytes,
+            "canary_bytes": self.store.canary.num_bytes if self.store.canary else 0,
             "device_rows": self.num_rows,
             "device_cache_bytes": self.store.cache.num_bytes,
             "staging_tokens": self.store.staging.tokens,
@@ -147,18 +149,12 @@ class FreeKVPool(MHATokenToKVPool):
             f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"
+            + (f"; canary {config.canary}" if config.canary != "off" else "")
         )
 
-    def check_integrity(self, allocator) -> None:
-        """Finish what is in flight and raise RuntimeError on the first broken invariant of a pool.
-
-        Args:
-            allocator: SGLang's page allocator; pages that it does not hold are full, when no request is running.
-        """
-        self.retrieval.complete_all_transfers()
+    def held_pages(self, allocator) -> torch.Tensor:
+        """``[N]`` ascending: the host pages that SGLang's page allocator has handed out; all full, when no request is running."""
         held = torch.ones(allocator.num_pages + 1, dtype=torch.bool)
         held[0] = False
         held[torch.cat((allocator.free_pages, allocator.release_pages)).cpu()] = False
-        pages = held.nonzero().squeeze(1)
-        sample = pages[torch.randperm(len(pages))[:CHECKED_PAGES]]
-        self.store.check_integrity(sample.to(self.device), self.retrieval.policy)
+        return held.nonzero().squeeze(1)

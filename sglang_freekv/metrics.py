@@ -93,10 +93,12 @@ class Exporter:
         self.bytes = counter("recall_bytes", "Bytes copied from host to device by recall.")
         self.corrected = counter("corrected_heads", "KV heads that selected and recalled before attention.")
         self.steps = counter("decode_steps", "Tokens decoded.")
+        self.faults = counter("canary_faults", "(Page, kv head) units that changed in host memory.")
+        self.faults_exported = 0
         self.pages_used = gauge("host_pages_used", "Host pages held by requests and by the radix tree.")
         self.pages_total = gauge("host_pages_total", "Host pages.")
 
-    def export(self, totals: RetrievalCounts, pages_used: int, pages_total: int) -> None:
+    def export(self, totals: RetrievalCounts, pages_used: int, pages_total: int, faults: int) -> None:
         done = self.exported
         recalled = totals.pages_recalled - done.pages_recalled
         self.hits.inc(totals.hits - done.hits)
@@ -105,6 +107,8 @@ class Exporter:
         self.bytes.inc(recalled * self.unit_bytes)
         self.corrected.inc(totals.heads_corrected - done.heads_corrected)
         self.steps.inc(totals.decode_steps - done.decode_steps)
+        self.faults.inc(faults - self.faults_exported)
+        self.faults_exported = faults
         self.pages_used.set(pages_used)
         self.pages_total.set(pages_total)
         self.exported = RetrievalCounts(**totals.as_dict())

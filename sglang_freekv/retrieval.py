@@ -70,7 +70,7 @@ class Retrieval:
         self.config, self.policy, self.store = config, policy, store
         self.selection, self.transfers = selection, transfers
         self.recall, self.extend_attention = recall, extend_attention
-        self.host, self.digests, self.cache = store.host, store.digests, store.cache
+        self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.counts = torch.zeros(2, self.cache.num_rows, 3, dtype=torch.int64, device=device)
@@ -111,8 +111,9 @@ class Retrieval:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
 
         def store_filled() -> None:
+            self._verify(layer, self.corrected)  # not sooner: the computation waits for the correction
             policy.digest(cache.token_rows[0], starts, filled, digests, self.config.page_size)
-            kernels.offload_pages(*cache.token_rows, starts, filled, self.host.layers[layer])
+            self._offload(layer, *cache.token_rows, starts, filled)
 
         def plan_ahead() -> None:
             self._plan(layer, logits.pop(), batch, turned, AHEAD)
@@ -120,6 +121,7 @@ class Retrieval:
 
         def recall_ahead() -> None:
             self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
+            self._verify(layer, self.ahead[layer])
 
         planned = self.selection.submit(plan_now)
         corrected = self.selection.submit(correct)
@@ -155,9 +157,8 @@ class Retrieval:
         context_keys, context_values = self.store.staging.context(layer)
         context_keys[batch.new_rows], context_values[batch.new_rows] = keys, values
         starts = batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads)
-        pages = self.host.layers[layer]
         self.in_flight[layer].append(
-            self.transfers.submit(lambda: kernels.offload_pages(context_keys, context_values, starts, batch.full_pages, pages))
+            self.transfers.submit(lambda: self._offload(layer, context_keys, context_values, starts, batch.full_pages))
         )
         output = self.extend_attention(queries, context_keys, context_values, scale)
         self.policy.digest(context_keys, starts, batch.full_pages, self.digests.layers[layer], self.config.page_size)
@@ -178,6 +179,15 @@ class Retrieval:
     def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, 3]`` hits, recalled and corrected of ``rows [B]`` since their last extend."""
         return self.counts[:, rows].sum(0)
+
+    def _offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+        kernels.offload_pages(keys, values, starts, host_pages, self.host.layers[layer])
+        if self.canary is not None:
+            self.canary.seal(layer, keys, values, starts, host_pages)
+
+    def _verify(self, layer: int, recalled: Misses) -> None:
+        if self.canary is not None:
+            self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
 
     def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, when: int) -> None:
         """Select, and list what is missing: NOW for the kv heads that turned, AHEAD for all and the next step."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +76,28 @@ class TestServer(Server):
         log = self.log.read_text(errors="replace")
         if not self.is_alive() or "Traceback (most recent call last)" in log or "memory leak" in log.lower():
             raise RuntimeError(f"the server {'logged an error' if self.is_alive() else 'has died'}\n{self.tail()}")
+
+
+class FaultyServer(TestServer):
+    """Its host memory goes bad when it is told to: ``faulty_server.py``."""
+
+    program = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
+
+    def __init__(self, flags: dict, log: Path) -> None:
+        self.damage_file = log.parent / "damage.json"
+        super().__init__({"--damage": self.damage_file} | flags, log)
+
+    def damage(self, layer: int, head: int, *pages: int, rank: int = 0) -> None:
+        """Turn a bit of one unit of each host page, and wait until that is done.
+
+        Args:
+            layer: of the model; layer 0 is dense, the others are retrieval layers.
+        """
+        ready = self.damage_file.with_suffix(".new")
+        ready.write_text(json.dumps({"layer": layer - 1, "head": head, "pages": pages, "rank": rank}))
+        ready.rename(self.damage_file)
+        while self.damage_file.exists():
+            time.sleep(0.02)
 
 
 def start_all(servers: Iterable[TestServer]) -> list[TestServer]:

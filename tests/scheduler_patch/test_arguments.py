@@ -117,7 +117,7 @@ def test_defaults(outcomes):
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "device_cache_tokens": None, "recall": "zero-copy",
-        "host_layout": "hnd",
+        "host_layout": "hnd", "canary": "off",
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]

@@ -1,0 +1,102 @@
+"""Canary: a checksum of every unit of host memory, and what was found to differ from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_freekv import kernels
+from sglang_freekv.kernels import Misses
+
+UNSEALED = -1  # pages that nobody wrote are zeros, whose checksum is 0
+MOST_FAULTS = 256
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A unit that came back from host memory other than it was written."""
+
+    layer: int
+    host_page: int
+    head: int
+    found: int
+
+
+class Canary:
+    """Checksums of the pages of all retrieval layers, on the device, and a ring of faults.
+
+    Args:
+        num_layers: retrieval layers.
+        num_pages, num_heads, page_size: of the host pool.
+        every: examine each so manieth unit that is recalled or staged.
+        device: where KV is written and arrives.
+    """
+
+    def __init__(self, num_layers: int, num_pages: int, num_heads: int, page_size: int, every: int, device: str) -> None:
+        self.page_size, self.every = page_size, every
+        shape = (num_pages, num_heads)
+        self.checksums = [torch.full(shape, UNSEALED, dtype=torch.int32, device=device) for _ in range(num_layers)]
+        self.faults = torch.zeros(1 + MOST_FAULTS, 4, dtype=torch.int32, device=device)
+        self.heads = torch.arange(num_heads, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.checksums)
+
+    def seal(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+        """Of what ``kernels.offload_pages`` with these arguments writes to the host."""
+        kernels.checksum_pages(keys, values, starts, host_pages, self.checksums[layer], self.page_size)
+
+    def verify_recalled(self, layer: int, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Examine what the last recall of ``misses`` brought to slots ``[R * C, S, H, D]``."""
+        units = (misses.slots, self.page_size, misses.heads, misses.host_pages, misses.recalled)
+        self._verify(layer, keys.flatten(0, 1), values.flatten(0, 1), *units, self.every)
+
+    def verify_staged(
+        self,
+        layer: int,
+        host_pages: torch.Tensor,
+        starts: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        every: int | None = None,
+    ) -> None:
+        """Examine what ``kernels.stage_pages`` with these arguments brought; ``every`` may differ from the canary's own."""
+        pages, rows = (x.repeat_interleave(len(self.heads)) for x in (host_pages, starts))
+        count = torch.full((1,), len(pages), dtype=torch.int32, device=pages.device)
+        self._verify(layer, keys, values, rows, 1, self.heads.repeat(len(host_pages)), pages, count, every or self.every)
+
+    def _verify(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts, tokens_per_start, heads, pages, count, every) -> None:
+        kernels.verify_units(
+            keys, values, starts, tokens_per_start, heads, pages, count, every, self.checksums[layer], layer, self.faults, self.page_size
+        )
+
+    def expected(self, fault: Fault) -> int:
+        """The checksum that was written; waits for the device."""
+        return int(self.checksums[fault.layer][fault.host_page, fault.head])
+
+
+class FaultReader:
+    """Tells the new faults of each snapshot of a canary's ``faults``."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def read(self, snapshot: torch.Tensor) -> list[Fault]:
+        """Faults since the last snapshot that was read.
+
+        Args:
+            snapshot: ``[1 + F, 4]`` int32, in host memory.
+
+        Raises:
+            RuntimeError: more than the ring holds.
+        """
+        total, places = int(snapshot[0, 0]), len(snapshot) - 1
+        first, self.seen = self.seen, max(self.seen, total)
+        if total - first > places:
+            raise RuntimeError(
+                f"canary: {total - first} units changed in host memory since the last step, expected at most {places}: this machine's "
+                "memory is not to be trusted, or something writes over it; restart the server on another one"
+            )
+        return [Fault(*snapshot[1 + index % places].tolist()) for index in range(first, total)]

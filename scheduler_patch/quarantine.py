@@ -1,0 +1,180 @@
+"""Quarantine: requests end and the prefix cache forgets when KV changed in host memory; everybody else is served on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from http import HTTPStatus
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from sglang_freekv.kv_pool import FreeKVPool
+from sglang_freekv.memory_pool.canary import Fault, FaultReader
+
+logger = logging.getLogger(__name__)
+
+NAMED = 8  # faults that are logged one by one
+
+
+class Quarantine:
+    """What a scheduler does about the faults of its pool's canary.
+
+    Counts ``faults`` found, ``requests_ended`` for them, and ``pages_swept``.
+    """
+
+    def __init__(self, scheduler) -> None:
+        self.scheduler = scheduler
+        self.pool: FreeKVPool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self.canary = self.pool.store.canary
+        self.reader = FaultReader()
+        self.last_found: list[Fault] = []
+        self.faults = self.requests_ended = self.pages_swept = self.cuts = 0
+        self.cut_off: list = []  # nodes of the radix tree
+        self.last_swept = 0
+        self.layers = {index: layer for layer, index in self.pool.retrieval_index.items()}
+
+    def as_dict(self) -> dict[str, int]:
+        return {"faults": self.faults, "requests_ended": self.requests_ended, "pages_swept": self.pages_swept}
+
+    def examine(self, snapshot: torch.Tensor, batch) -> None:
+        """Act on what one forward pass found, before its tokens leave.
+
+        Args:
+            snapshot: the canary's faults after the pass.
+            batch: whose pass it was.
+        """
+        found = self._agree(self.reader.read(snapshot.cpu()))
+        known, self.last_found = self.last_found, found  # the step that was in flight meanwhile finds it once more
+        if faults := list(dict.fromkeys(fault for fault in found if fault not in known)):
+            self._isolate(faults, batch)
+        self._drop()
+
+    def sweep(self, host_pages: torch.Tensor) -> torch.Tensor:
+        """Examine full pages while nothing runs, and act on it; returns those that are sound.
+
+        Args:
+            host_pages: ``[N]``; as many as a context buffer holds are examined.
+        """
+        self._drop()
+        host_pages = host_pages[: self.pool.store.staging.tokens // self.pool.page_size].to(self.pool.device)
+        self.pool.store.staging.sweep(host_pages)
+        self.pages_swept += len(host_pages)
+        if _ranks(self.scheduler) > 1:  # ranks rest each for itself; what is found they act on together, with the next step
+            return host_pages[:0]
+        if not (faults := self.reader.read(self.canary.faults.cpu())):
+            return host_pages
+        self._isolate(faults)
+        changed = torch.tensor([fault.host_page for fault in faults], device=host_pages.device)
+        return host_pages[~torch.isin(host_pages, changed)]
+
+    def sweep_on(self, host_pages: torch.Tensor, count: int) -> None:
+        """Examine the next ``count`` of all full pages, in turn.
+
+        Args:
+            host_pages: ``[N]`` ascending.
+        """
+        later = host_pages[host_pages > self.last_swept][:count]
+        self.last_swept = int(later[-1]) if len(later) else 0
+        if len(later):
+            self.sweep(later)
+
+    def _agree(self, faults: list[Fault]) -> list[Fault]:
+        """Faults of all ranks: every rank ends the same requests in the same step."""
+        if _ranks(self.scheduler) == 1:
+            return faults
+        group = self.scheduler.tp_cpu_group
+        found = torch.tensor([len(faults)])
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+        if not found.item():
+            return []
+        everywhere = [None] * _ranks(self.scheduler)
+        torch.distributed.all_gather_object(everywhere, faults, group=group)
+        return sum(everywhere, [])
+
+    def _isolate(self, faults: list[Fault], batch=None) -> None:
+        self.faults += len(faults)
+        pages = {fault.host_page for fault in faults}
+        holders = {request: held for request in self._live_requests(batch) if (held := self._pages_of(request)) & pages}
+        for fault in faults[:NAMED]:
+            named = [request.rid for request, held in holders.items() if fault.host_page in held]
+            logger.error(f"{self._describe(fault)}; " + (f"ending requests {named}" if named else "no running request has it"))
+        if len(faults) > NAMED:
+            logger.error(f"canary: and {len(faults) - NAMED} more; {len(pages)} pages in all")
+        for request, held in holders.items():
+            self._end(request, next(fault for fault in faults if fault.host_page in held))
+        self._forget(pages)
+
+    def _describe(self, fault: Fault) -> str:
+        expected = self.canary.expected(fault)
+        return (
+            f"canary: host page {fault.host_page}, layer {self.layers[fault.layer]}, kv head {fault.head}: the KV changed in host memory "
+            f"after it was written (checksum {fault.found & 0xFFFFFFFF:08x}, expected {expected & 0xFFFFFFFF:08x})"
+        )
+
+    def _live_requests(self, batch) -> set:
+        scheduler = self.scheduler
+        batches = (batch, scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug)
+        requests = {request for some in batches if some is not None for request in some.reqs} | {scheduler.chunked_req}
+        return {request for request in requests if request is not None and not request.finished() and request.kv is not None}
+
+    def _pages_of(self, request) -> set[int]:
+        size = self.pool.page_size
+        slots = self.scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv.kv_allocated_len : size]
+        return set((slots // size).tolist())
+
+    def _end(self, request, fault: Fault) -> None:
+        self.requests_ended += 1
+        message = f"{self._describe(fault)}; send the request again, its KV will be computed anew"
+        reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "KVChangedInHostMemory")
+        if request is self.scheduler.chunked_req:  # it will have no result of its own: as for an abort that a client asks for
+            self.scheduler._pending_chunked_abort_req = request
+            self.scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason.to_json()), request)
+        else:
+            request.skip_radix_cache_insert = True
+            request.to_finish = reason
+
+    def _forget(self, pages: set[int]) -> None:
+        """Cut what stands on one of ``pages`` off the radix tree. Requests that end may have it locked yet: until they are gone it stays
+        where it is, under a key that no prompt has."""
+        tree = self.scheduler.tree_cache
+        if not isinstance(tree, RadixCache) or tree.disable:
+            return
+        size, nodes = tree.page_size, list(tree.root_node.children.values())
+        while nodes:
+            node = nodes.pop()
+            changed = [index for index, page in enumerate((node.value[::size] // size).tolist()) if page in pages]
+            if not changed:
+                nodes += node.children.values()
+                continue
+            if changed[0]:
+                tree._split_node(node.key, node, changed[0] * size)
+            del node.parent.children[node.key.child_key(size)]
+            self.cuts += 1
+            node.key = copy.copy(node.key)
+            node.key.extra_key = f"sglang_freekv quarantine {self.cuts}"
+            node.parent.children[node.key.child_key(size)] = node
+            self.cut_off.append(node)
+
+    def _drop(self) -> None:
+        """Evict what was cut off and nobody has locked any more."""
+        tree = self.scheduler.tree_cache
+        for node in self.cut_off:
+            if node.lock_ref == 0 and node.parent.children.get(node.key.child_key(tree.page_size)) is node:  # else SGLang evicted it
+                _evict(tree, node)
+        self.cut_off = [node for node in self.cut_off if node.lock_ref]
+
+
+def _evict(tree: RadixCache, node) -> None:
+    """A node and all below it."""
+    for child in list(node.children.values()):
+        _evict(tree, child)
+    tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
+    tree._delete_leaf(node)
+
+
+def _ranks(scheduler) -> int:
+    return scheduler.tp_group.world_size
+

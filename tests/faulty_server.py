@@ -1,0 +1,73 @@
+"""An SGLang server whose host memory goes bad when a file says so: ``python -m sglang.launch_server`` with one more option.
+
+    python tests/faulty_server.py --damage damage.json --model-path MODEL --kv-retrieval freekv
+
+The file holds ``{"layer": retrieval layer, "head": kv head, "pages": [host page, ...], "rank": rank}``; that rank turns one bit of each of
+those units, and the file goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def run_scheduler(path: Path, *args, **kwargs):
+    """In the scheduler process."""
+    import torch
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from sglang_freekv.memory_pool import store
+
+    build = store.Store.build
+
+    def watch(built: store.Store) -> None:
+        while True:
+            time.sleep(0.05)
+            if path.exists():
+                damage = json.loads(path.read_text())
+                if damage["rank"] != torch.distributed.get_rank():
+                    continue
+                for page in damage["pages"]:
+                    unit = built.host.layers[damage["layer"]][page, damage["head"]]
+                    unit[1, 3].view(torch.int32)[2] ^= 1 << 30  # of an exponent
+                path.unlink()
+
+    def build_and_watch(*args, **kwargs) -> store.Store:
+        built = build(*args, **kwargs)
+        threading.Thread(target=watch, args=(built,), daemon=True).start()
+        return built
+
+    store.Store.build = build_and_watch
+    return run_scheduler_process(*args, **kwargs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--damage", type=Path, required=True, help="the file")
+    options, others = parser.parse_known_args()
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    import faulty_server  # by this name, and not as __main__, the spawned process finds the function
+
+    try:
+        run = functools.partial(faulty_server.run_scheduler, options.damage.resolve())
+        launch_server(prepare_server_args(others), run_scheduler_process_func=run)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
