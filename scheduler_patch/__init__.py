@@ -73,6 +73,14 @@ SCHEDULER = (
         "a prompt that can never be admitted is refused instead of blocking the queue",
     ),
     Patch(
+        "sglang.srt.managers.scheduler.Scheduler.abort_request", "self recv_req", AROUND, "requests:let_in_who_stands_behind",
+        "a waiting request that is aborted must not keep others from room that is free",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler._abort_on_waiting_timeout", "self", AROUND, "requests:let_in_who_stands_behind",
+        "the same, of one that has waited too long",
+    ),
+    Patch(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req", BEFORE, "prefill:whole_pages",
         "a chunk cut short by full memory must still end at a page",
     ),

@@ -1,11 +1,15 @@
-"""Retraction, aborts and disconnects in every state: nothing is lost, nothing is held."""
+"""Retraction, and requests that are ended early in every state: nothing is lost, nothing is held, and nobody else notices."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import threading
+import re
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,77 +17,218 @@ import tasks
 from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv
 
-CHUNK = 256
+PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
+WAITING_S, RUNNING_S = 4, 6
+ENVIRONMENT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # how often SGLang asks whether the client of a whole answer is still there
+}
+RETRACTING = {"SGLANG_TEST_RETRACT": "1"}  # a request in every third decode step
+LIMITED = {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_S), "SGLANG_REQ_RUNNING_TIMEOUT": str(RUNNING_S)}
+SERVERS = {  # name -> budget, tau, rows, environment
+    "speculative": (128, 0.9, CLIENTS, {}),
+    "corrected": (128, 2, 4, {}),
+    "retracting": (1024, 0.9, 4, RETRACTING),  # the budget covers every context, so that it does not matter who was retracted when
+    "limited": (1024, 2, 4, RETRACTING | LIMITED),
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a request is when it is ended.
+
+    On a CPU transfers are over when a step is, and whoever ends a request is heard between steps. So "prefix" stands for staging and
+    "offload" for a page on its way: the request is ended around the step that does it. What a transfer that is still under way does to
+    rows and pages that change hands is tested with streams that are as late as they may be (test_retrieval, test_traffic, tests/gpu).
+
+    Args:
+        server: of SERVERS.
+        tokens: it has had at least so many, and at most; none at all if the most is 0.
+        seconds: after sending, if it has had no token or cannot see them.
+        length: of its prompt, if it needs one of its own.
+    """
+
+    server: str
+    tokens: tuple[int, int]
+    seconds: tuple[float, float]
+    length: int = 0
+
+
+STATES = {
+    "queued": State("corrected", (0, 0), (0.1, 0.5)),
+    "prefill": State("speculative", (0, 0), (0.2, 1.5), length=1000),
+    "prefix": State("speculative", (0, 0), (0.0, 0.4), length=24),
+    "offload": State("speculative", (PAGE - 2, PAGE), (0.8, 1.6), length=4 * PAGE),
+    "decode": State("speculative", (1, 20), (0.5, 2.0)),
+    "correction": State("corrected", (1, 20), (0.5, 2.0)),
+    "retracted": State("retracting", (1, 20), (0.5, 2.0)),
+}
+WAYS = ("disconnect", "abort", "timeout")
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
     rng = np.random.default_rng(5)
-    return [tasks.make_document(rng, int(length), needle_count=2).token_ids for length in rng.integers(100, 900, 8)]
+    return [tasks.make_document(rng, int(length), needle_count=1).token_ids for length in rng.integers(80, 320, CLIENTS)]
 
 
 @pytest.fixture(scope="module")
-def server(serve):
-    """Every third decode step retracts a request; the memory check runs while busy; prompts are many chunks long."""
-    flags = freekv(2048, sink=256, window=256) | {"--chunked-prefill-size": CHUNK, "--max-running-requests": 4}
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with serve(flags, env=env) as (server,):
-        yield server
+def shared_prefix() -> list[int]:
+    return np.random.default_rng(6).integers(10, 5000, 1504).tolist()
 
 
 @pytest.fixture(scope="module")
-def expected(prompts) -> list[list[int]]:
-    oracle = Oracle(NEEDLE_MODEL)
-    return [oracle.generate(prompt, 40).tokens for prompt in prompts]
+def servers(serve):
+    flags = [
+        freekv(budget, sink=16, window=32, tau=tau)
+        | {"--page-size": PAGE, "--chunked-prefill-size": CHUNK, "--max-running-requests": rows, "--max-total-tokens": 32768}
+        for budget, tau, rows, _ in SERVERS.values()
+    ]
+    with serve(*flags, env=[ENVIRONMENT | env for *_, env in SERVERS.values()]) as started:
+        yield dict(zip(SERVERS, started))
 
 
-def assert_nothing_is_held(server: TestServer) -> None:
-    state = server.flush()
-    assert state["host_pages_used"] == 0
-    assert state["rows_used"] == 0
+@pytest.fixture(scope="module")
+def undisturbed(servers, prompts) -> dict[str, list[list[int]]]:
+    """Of each server: what it answers when nobody is ended early."""
+    return {
+        name: [answer["output_ids"] for answer in servers[name].generate_all(prompts, NEW_TOKENS, concurrency=4)]
+        for name in ("speculative", "corrected", "retracting")
+    }
 
 
-def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str) -> http.client.HTTPConnection:
-    """Send a streaming request and leave the connection open."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+def assert_only_the_tree_holds_pages(server: TestServer) -> None:
+    assert server.when_idle()["rows_used"] == 0
+    assert server.get("/v1/loads")["loads"][0]["num_used_tokens"] == 0  # SGLang counts those that the tree could not evict
+    assert server.flush()["host_pages_used"] == 0
+
+
+def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
+    started = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - started < deadline_s
+        time.sleep(0.05)
+
+
+@contextmanager
+def all_rows_taken(server: TestServer, queued: int):
+    """Whoever comes within must wait; at the end of it, until so many are left waiting. Then the rows are free."""
+    rows = server.state()["rows_total"]
+    holders = [begin(server, range(10, 40 + index), ENDLESS, f"holder-{index}") for index in range(rows)]
+    wait_until(lambda: server.state()["rows_used"] == rows)
+    yield
+    wait_until(lambda: server.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == queued)
+    server.open("/abort_request", {"rid": "holder"}).close()
+    for holder in holders:
+        holder.close()
+
+
+def prefilled(log: str) -> int:
+    """Tokens that SGLang says to have prefilled; it rounds each request up to pages."""
+    return sum(map(int, re.findall(r"Prefill batch.*#new-token: (\d+)", log)))
+
+
+def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str, stream: bool = True, timeout_s: float = 120):
+    """Send a request and leave the connection open."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout_s)
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": [int(token) for token in token_ids], "sampling_params": sampling, "stream": True, "rid": rid}
+    body = {"input_ids": [int(token) for token in token_ids], "sampling_params": sampling, "stream": stream, "rid": rid}
     connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
     return connection
 
 
-def test_retraction_loses_nothing(server, prompts, expected):
-    answers = server.generate_all(prompts, 40)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    assert [answer["output_ids"] for answer in answers] == expected
-    for answer in (answer["meta_info"] for answer in answers):  # the extend after a retraction may yield a token, too
-        assert 39 - answer["num_retractions"] <= answer["freekv"]["decode_steps"] <= 39
-    assert_nothing_is_held(server)
+def events(connection: http.client.HTTPConnection) -> Iterator[dict]:
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])
 
 
-@pytest.mark.parametrize("how", ["abort", "disconnect"])
-@pytest.mark.parametrize("state", ["queued", "prefill", "decode", "retracted"])
-def test_a_request_that_ends_early_leaves_nothing(server, prompts, expected, state, how):
-    others = threading.Thread(target=lambda: server.generate_all(prompts[:4], 60, concurrency=4))
-    if state in ("queued", "retracted"):  # four requests fill the rows; under retraction they take turns
-        others.start()
-        time.sleep(1.5)
-    long_prompt = np.random.default_rng(len(state)).integers(10, 5000, 6000 if state == "prefill" else 300)
-    connection = begin(server, long_prompt, 200, rid=f"{state}-{how}")
-    if state in ("decode", "retracted"):
-        response = connection.getresponse()
-        for _ in range(6 if state == "decode" else 12):
-            response.readline()
+def live(server: TestServer, token_ids, rid: str, max_new_tokens: int = NEW_TOKENS) -> dict:
+    """A request that is let alone: its last event."""
+    *_, last = events(begin(server, token_ids, max_new_tokens, rid))
+    return last
+
+
+def end_early(server: TestServer, token_ids, rid: str, how: str, tokens: int, seconds: float) -> None:
+    """A request that would not end for long, ended after so many tokens, or seconds if it has had none or waits for the whole answer."""
+    if how == "timeout":
+        connection = begin(server, token_ids, ENDLESS, rid, stream=False, timeout_s=seconds)
+        with pytest.raises(TimeoutError):
+            connection.getresponse()
     else:
-        time.sleep(0.5)
-    if how == "abort":
-        server.open("/abort_request", {"rid": f"{state}-{how}"}).close()
-        if state not in ("decode", "retracted"):
-            response = connection.getresponse()
-        assert b'"abort"' in response.read()
+        connection = begin(server, token_ids, ENDLESS, rid)
+        coming = events(connection)
+        if tokens:
+            next(event for event in coming if event["meta_info"]["completion_tokens"] >= tokens)
+        else:
+            time.sleep(seconds)
+        if how == "abort":
+            server.open("/abort_request", {"rid": rid}).close()
+            *_, last = coming
+            assert last["meta_info"]["finish_reason"]["type"] == "abort"
     connection.close()
-    if others.ident is not None:
-        others.join()
-    assert_nothing_is_held(server)
-    assert [answer["output_ids"] for answer in server.generate_all(prompts[:3], 40)] == expected[:3]
-    assert_nothing_is_held(server)
+
+
+def test_retraction_loses_no_token_and_computes_no_page_twice(servers, prompts):
+    server, oracle, prompts = servers["retracting"], Oracle(NEEDLE_MODEL), prompts[:8]
+    server.flush()
+    begun = len(server.log.read_text())
+    answers = server.generate_all(prompts, 40)
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, 40).tokens for prompt in prompts]
+    counts = [answer["meta_info"] for answer in answers]
+    for count in counts:  # the extend after a retraction may yield a token, too
+        assert 39 - count["num_retractions"] <= count["freekv"]["decode_steps"] <= 39
+    resumed = sum(count["num_retractions"] for count in counts)
+    once = sum(-(-len(prompt) // PAGE) * PAGE for prompt in prompts)
+    assert resumed > 0
+    assert prefilled(server.log.read_text()[begun:]) == once + resumed * PAGE  # a page that was not full, and nothing before it
+    assert_only_the_tree_holds_pages(server)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("state", STATES)
+def test_a_request_that_ends_early_leaves_nothing(servers, prompts, shared_prefix, undisturbed, state, how):
+    """Of sixteen requests some are ended early: the others, and those that come after, are answered as ever."""
+    where = STATES[state]
+    server, expected = servers[where.server], undisturbed[where.server]
+    rng = np.random.default_rng([list(STATES).index(state), WAYS.index(how)])
+    ended = rng.choice(CLIENTS, int(rng.integers(6, 11)), replace=False).tolist()
+    others = [index for index in range(CLIENTS) if index not in ended]
+    server.flush()
+    if state == "prefix":
+        server.generate(shared_prefix, 1)
+
+    def live_or_end(index: int) -> list[int] | None:
+        rid, own = f"{state}-{how}-{index:02}", np.random.default_rng([*map(ord, state), index])
+        if index in others:
+            return live(server, prompts[index], rid)["output_ids"]
+        prompt = own.integers(10, 5000, where.length).tolist() if where.length else prompts[index]
+        prompt = [*shared_prefix, *prompt] if state == "prefix" else prompt
+        end_early(server, prompt, rid, how, int(own.integers(*where.tokens, endpoint=True)), own.uniform(*where.seconds))
+
+    rows_taken = all_rows_taken(server, queued=len(others)) if state == "queued" else nullcontext()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        with rows_taken:
+            clients = {index: pool.submit(live_or_end, index) for index in rng.permutation(CLIENTS).tolist()}
+            if state == "queued":
+                wait([clients[index] for index in ended])
+        answers = {index: client.result() for index, client in clients.items()}
+    assert [answers[index] for index in others] == [expected[index] for index in others]
+    again = server.generate_all(prompts[:4], NEW_TOKENS)
+    assert [answer["output_ids"] for answer in again] == expected[:4]
+    assert_only_the_tree_holds_pages(server)
+
+
+def test_sglangs_own_timeouts(servers, prompts, undisturbed):
+    """Its limits end those that wait, retracted or new, and those that run, in prefill or decoding."""
+    server, expected = servers["limited"], undisturbed["retracting"]
+    long_prompts = np.random.default_rng(7).integers(10, 5000, (CLIENTS // 4, 1000)).tolist()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [*prompts[: CLIENTS - len(long_prompts)], *long_prompts]
+        last = list(pool.map(lambda index: live(server, clients[index], f"limited-{index:02}", ENDLESS), range(CLIENTS)))
+    reasons = [event["meta_info"]["finish_reason"] for event in last]
+    assert {reason["type"] for reason in reasons} == {"abort"}
+    assert {reason["message"] for reason in reasons} == {"Request waiting timeout reached.", "Request running timeout reached."}
+    again = server.generate_all(prompts[:4], NEW_TOKENS, concurrency=2)
+    assert [answer["output_ids"] for answer in again] == expected[:4]
+    assert_only_the_tree_holds_pages(server)

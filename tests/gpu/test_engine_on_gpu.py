@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import wraps
 from unittest import mock
 
@@ -13,6 +14,7 @@ from engine import CONFIGS, DIM, LAYERS, Engine, expected_step
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend
+from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
@@ -62,6 +64,13 @@ def test_decode_on_a_gpu_follows_the_paper(config):
             for index, request in enumerate(engine.requests):
                 expected, _ = expected_step(config, request, layer)
                 torch.testing.assert_close(output[index].view_as(expected), expected, atol=2e-5, rtol=2e-5)
+    assert_nothing_changed_in_host_memory(engine)
+
+
+def assert_nothing_changed_in_host_memory(engine: Engine) -> None:
+    """The canary, if there is one, has found nothing."""
+    engine.retrieval.complete_all_transfers()
+    assert engine.retrieval.canary is None or not engine.retrieval.canary.faults.any()
 
 
 class CapturedEngine(Engine):
@@ -104,7 +113,7 @@ class CapturedEngine(Engine):
         return [output[:-1].clone() for output in self.outputs]
 
 
-@pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected"])
+@pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected", "canary"])
 def test_a_captured_step_is_the_eager_one(name):
     eager, captured = (
         cls(CONFIGS[name], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)
@@ -119,6 +128,24 @@ def test_a_captured_step_is_the_eager_one(name):
     captured.retrieval.complete_all_transfers()
     eager.retrieval.complete_all_transfers()
     assert torch.equal(captured.retrieval.row_counts(rows), eager.retrieval.row_counts(rows))
+    assert_nothing_changed_in_host_memory(captured)
+
+
+@pytest.mark.parametrize("tau", [-2, 2], ids=["recall ahead", "corrections"])
+def test_a_captured_step_tells_a_page_that_changed(tau):
+    engine = CapturedEngine(replace(CONFIGS["canary"], tau=tau), PROMPTS, STEPS, cuda_stream, device="cuda")
+    engine.capture()
+    engine.extend(engine.requests, PROMPTS)
+    engine.retrieval.complete_all_transfers()
+    torch.cuda.synchronize()
+    request, (layer, head) = engine.requests[2], (1, 1)
+    changed = request.pages[: PROMPTS[2] // 4].tolist()
+    for page in changed:
+        engine.retrieval.host.layers[layer][page, head, 1, 2].view(torch.int32)[3] ^= 1 << 9
+    for _ in range(STEPS):
+        engine.replay()
+    told = FaultReader().read(engine.retrieval.canary.faults.cpu())
+    assert told and {(fault.layer, fault.head) for fault in told} == {(layer, head)} and {fault.host_page for fault in told} <= set(changed)
 
 
 def test_passes_with_and_without_a_graph_follow_each_other():
@@ -190,13 +217,14 @@ def test_a_decode_step_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _run(stream, broken=None) -> torch.Tensor:
-    engine = Engine(CONFIGS["tight"], PROMPTS, STEPS, stream, device="cuda")
+def _run(stream, broken=None, name: str = "tight") -> torch.Tensor:
+    engine = Engine(CONFIGS[name], PROMPTS, STEPS, stream, device="cuda")
     if broken is not None:
         broken(engine.retrieval)
     engine.extend(engine.requests, [48, 80, 100])
     chunks = [output for output in engine.extend(engine.requests, PROMPTS)]
     steps = [torch.stack(engine.decode(engine.requests)) for _ in range(STEPS)]
+    assert_nothing_changed_in_host_memory(engine)
     return torch.cat([output.flatten() for output in (*chunks, *steps)])
 
 
@@ -205,6 +233,12 @@ def test_delays_on_any_stream_change_nothing():
     assert expected.isfinite().all()
     for seed in range(RUNS):
         assert torch.equal(_run(delayed_streams(seed)), expected), f"run {seed} differs"
+
+
+def test_the_canary_takes_no_delay_for_a_change():
+    expected = _run(cuda_stream)
+    for seed in range(RUNS // 4):
+        assert torch.equal(_run(delayed_streams(seed), name="canary"), expected), f"run {seed} differs"
 
 
 def _without_waiting_for_transfers(retrieval) -> None:
