@@ -53,8 +53,8 @@ class Pools:
         return Misses(length, *self.columns)
 
     def full(self, count: int) -> torch.Tensor:
-        """``[count, 3]`` lengths of lists that hold all units."""
-        return torch.tensor([[self.num_units, 0, 0]] * count, dtype=torch.int32, device=self.keys.device)
+        """``[count, 4]`` lengths of lists that hold all units."""
+        return torch.tensor([[self.num_units, 0, 0, 0]] * count, dtype=torch.int32, device=self.keys.device)
 
     def check(self, recall) -> None:
         """Raise AssertionError unless every unit arrives, nothing else is written, and the list is empty."""

@@ -63,7 +63,6 @@ def verify_units(
         checksums,
         faults,
         len(host_pages),
-        every,
         layer,
         len(faults) - 1,
         tokens_per_start * keys.stride(0),
@@ -74,6 +73,7 @@ def verify_units(
         BLOCK_S=triton.next_power_of_2(page_size),
         BLOCK_D=triton.next_power_of_2(row_words),
         SPREAD=SPREAD,
+        EVERY=every,
     )
 
 
@@ -110,11 +110,10 @@ def _verify_kernel(
     p_starts,  # [M]
     p_heads,  # [M]
     p_host_pages,  # [M]
-    p_count,  # [1]
+    p_count,  # [2]
     p_checksums,  # [n_page, H]
-    p_faults,  # [1 + F, 4]
+    p_faults,  # [1 + F, 5]
     M,
-    every,
     layer,
     F,
     stride_start,
@@ -126,18 +125,25 @@ def _verify_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPREAD: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
     count = tl.minimum(tl.load(p_count), M)
-    for i in range(tl.program_id(0) * every, count, tl.num_programs(0) * every):
+    turn = tl.load(p_count + 1).to(tl.uint32)
+    turn = (turn ^ turn >> 16) * 0x7FEB352D
+    turn = (turn ^ turn >> 15) * 0x846CA68B
+    first = ((turn ^ turn >> 16) % EVERY).to(tl.int32)
+    for i in range(first + tl.program_id(0) * EVERY, count, tl.num_programs(0) * EVERY):
         i_page, i_head = tl.load(p_host_pages + i).to(tl.int64), tl.load(p_heads + i).to(tl.int64)
         o_unit = tl.load(p_starts + i).to(tl.int64) * stride_start + i_head * stride_head
         found = _sum(p_keys + o_unit, p_values + o_unit, stride_token, S, D, BLOCK_S, BLOCK_D, SPREAD)
-        if found != tl.load(p_checksums + i_page * H + i_head):
-            p_fault = p_faults + (1 + tl.atomic_add(p_faults, 1) % F) * 4
+        expected = tl.load(p_checksums + i_page * H + i_head)
+        if found != expected:
+            p_fault = p_faults + (1 + tl.atomic_add(p_faults, 1) % F) * 5
             tl.store(p_fault, layer)
             tl.store(p_fault + 1, i_page.to(tl.int32))
             tl.store(p_fault + 2, i_head.to(tl.int32))
             tl.store(p_fault + 3, found)
+            tl.store(p_fault + 4, expected)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ class Misses:
     """Filled by ``plan_pages``, emptied by ``recall_pages``; one list for each stream that plans.
 
     Args:
-        length: ``[3]`` int32: units in the list, the programs of a running recall that are done with it, and the units of the last recall.
+        length: ``[4]`` int32: units in the list, the programs of a running recall that are done with it, the units of the last recall,
+            and how often the list was recalled.
         host_pages, heads, slots: ``[M]`` int32: where a unit is, its kv head, and the slot that receives it.
     """
 
@@ -25,7 +26,7 @@ class Misses:
     def allocate(cls, capacity: int, device: str) -> Misses:
         """An empty list for up to ``capacity`` units."""
         return cls(
-            torch.zeros(3, dtype=torch.int32, device=device),
+            torch.zeros(4, dtype=torch.int32, device=device),
             *(torch.zeros(capacity, dtype=torch.int32, device=device) for _ in range(3)),
         )
 
@@ -42,9 +43,10 @@ class Misses:
 
     def clear(self) -> None:
         self.length[2] = self.length[0]
+        self.length[3] += 1
         self.length[:2] = 0
 
     @property
     def recalled(self) -> torch.Tensor:
-        """``[1]``: units of the last recall; they are still in the columns until the next plan."""
+        """``[2]``: units of the last recall, which are in the columns until the next plan, and its number."""
         return self.length[2:]

@@ -71,7 +71,7 @@ def _plan_pages(
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_notes,  # [B, H, P + 2 A] scratch, by which threads exchange what they know: weights of candidates, chosen pages, missing pages
-    p_length,  # [3]
+    p_length,  # [4]
     p_miss_pages,  # [M]
     p_miss_heads,  # [M]
     p_miss_slots,  # [M]

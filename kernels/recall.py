@@ -46,7 +46,7 @@ def recall_pages(
 @triton.jit
 def _recall_kernel(
     p_host,  # [n_page, H, 2, S, D]
-    p_length,  # [3]
+    p_length,  # [4]
     p_host_pages,  # [M]
     p_heads,  # [M]
     p_slots,  # [M]
@@ -110,6 +110,7 @@ def _recall_kernel(
         tl.store(p_length, 0)
         tl.store(p_length + 1, 0)
         tl.store(p_length + 2, count)
+        tl.store(p_length + 3, tl.load(p_length + 3) + 1)
 
 
 @triton.jit

@@ -165,19 +165,21 @@ def verify_units(
         starts: ``[M]``; a unit's first token is in row ``start * tokens_per_start``.
         tokens_per_start: the page size if starts are slots, 1 if they are rows.
         heads, host_pages: ``[M]`` kv head and host page of each unit.
-        count: ``[1]``: so many of M are units.
-        every: each so manieth is examined, from the first.
+        count: ``[2]`` int32: so many of M are units; and a number that is another one each time.
+        every: one unit in ``every`` is examined; the number says which one is the first.
         checksums: ``[n_page, H]`` int32 of :func:`checksum_pages`.
         layer: to be noted.
-        faults: ``[1 + F, 4]`` int32: the first element counts faults, in all; fault n is row ``1 + n % F``: layer, host page, kv head,
-            the checksum found.
+        faults: ``[1 + F, 5]`` int32: the first element counts faults, in all; fault n is row ``1 + n % F``: layer, host page, kv head,
+            the checksum found, the one expected.
     """
-    examined = slice(0, min(int(count), len(host_pages)), every)
+    units, turn = count.tolist()
+    examined = slice(_mixed(turn) % every, min(units, len(host_pages)), every)
     starts, heads, host_pages = (x[examined].long() for x in (starts, heads, host_pages))
     rows = starts[:, None] * tokens_per_start + torch.arange(page_size, device=starts.device)
     found = _checksums(torch.stack([x[rows, heads[:, None]] for x in (keys, values)], dim=1))
-    wrong = (found != checksums[host_pages, heads]).nonzero().squeeze(1)
-    notes = torch.stack((torch.full_like(wrong, layer), host_pages[wrong], heads[wrong], found[wrong]), dim=1)
+    expected = checksums[host_pages, heads]
+    wrong = (found != expected).nonzero().squeeze(1)
+    notes = torch.stack((torch.full_like(wrong, layer), host_pages[wrong], heads[wrong], found[wrong], expected[wrong]), dim=1)
     places = int(faults[0, 0]) + torch.arange(len(wrong), device=faults.device)
     faults[1 + places % (len(faults) - 1)] = notes.int()
     faults[0, 0] += len(wrong)
@@ -476,6 +478,13 @@ def snapshot_pages(
     begun = (first <= seq_lens[:, None]) & (first < req_to_token.shape[1])
     tokens = req_to_token[rows[:, None], first.clamp(max=req_to_token.shape[1] - 1)]
     page_table.copy_((tokens // page_size).where(begun, 0))
+
+
+def _mixed(number: int) -> int:
+    """A number below 2 ** 32 that looks random (Wellons, "lowbias32"): a layer whose turn comes at regular intervals gets all remainders."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        number = (number ^ number >> shift) * factor & 0xFFFFFFFF
+    return number ^ number >> 16
 
 
 def _checksums(units: torch.Tensor) -> torch.Tensor:

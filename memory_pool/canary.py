@@ -21,6 +21,11 @@ class Fault:
     host_page: int
     head: int
     found: int
+    expected: int
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        return self.layer, self.host_page, self.head
 
 
 class Canary:
@@ -29,7 +34,7 @@ class Canary:
     Args:
         num_layers: retrieval layers.
         num_pages, num_heads, page_size: of the host pool.
-        every: examine each so manieth unit that is recalled or staged.
+        every: one unit in ``every`` that are recalled or staged is examined.
         device: where KV is written and arrives.
     """
 
@@ -37,8 +42,9 @@ class Canary:
         self.page_size, self.every = page_size, every
         shape = (num_pages, num_heads)
         self.checksums = [torch.full(shape, UNSEALED, dtype=torch.int32, device=device) for _ in range(num_layers)]
-        self.faults = torch.zeros(1 + MOST_FAULTS, 4, dtype=torch.int32, device=device)
+        self.faults = torch.zeros(1 + MOST_FAULTS, 5, dtype=torch.int32, device=device)
         self.heads = torch.arange(num_heads, dtype=torch.int32, device=device)
+        self.staged = 0
 
     @property
     def num_bytes(self) -> int:
@@ -64,17 +70,15 @@ class Canary:
     ) -> None:
         """Examine what ``kernels.stage_pages`` with these arguments brought; ``every`` may differ from the canary's own."""
         pages, rows = (x.repeat_interleave(len(self.heads)) for x in (host_pages, starts))
-        count = torch.full((1,), len(pages), dtype=torch.int32, device=pages.device)
+        self.staged += 1
+        count = torch.full((2,), len(pages), dtype=torch.int32, device=pages.device)
+        count[1:] = self.staged
         self._verify(layer, keys, values, rows, 1, self.heads.repeat(len(host_pages)), pages, count, every or self.every)
 
     def _verify(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts, tokens_per_start, heads, pages, count, every) -> None:
         kernels.verify_units(
             keys, values, starts, tokens_per_start, heads, pages, count, every, self.checksums[layer], layer, self.faults, self.page_size
         )
-
-    def expected(self, fault: Fault) -> int:
-        """The checksum that was written; waits for the device."""
-        return int(self.checksums[fault.layer][fault.host_page, fault.head])
 
 
 class FaultReader:
@@ -87,7 +91,7 @@ class FaultReader:
         """Faults since the last snapshot that was read.
 
         Args:
-            snapshot: ``[1 + F, 4]`` int32, in host memory.
+            snapshot: ``[1 + F, 5]`` int32, in host memory.
 
         Raises:
             RuntimeError: more than the ring holds.

@@ -38,6 +38,7 @@ class Staging:
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
         self.batch: ExtendBatch | None = None
         self.in_flight: Handle | None = None
+        self.examined: list[Handle] = []  # by the canary; nobody waits for it before the pass is over
 
     @property
     def num_bytes(self) -> int:
@@ -74,9 +75,17 @@ class Staging:
     def _stream(self, layer: int) -> None:
         batch, pages, (keys, values) = self.batch, self.host.layers[layer], self.buffers[layer % 2]
 
-        def stage() -> None:
-            kernels.stage_pages(pages, batch.prefix_pages, batch.prefix_starts, keys, values)
-            if self.canary is not None and len(batch.prefix_pages):
-                self.canary.verify_staged(layer, batch.prefix_pages, batch.prefix_starts, keys, values)
+        def verify() -> None:
+            self.canary.verify_staged(layer, batch.prefix_pages, batch.prefix_starts, keys, values)
 
-        self.in_flight = self.stream.submit(stage)
+        self.in_flight = self.stream.submit(
+            lambda: kernels.stage_pages(pages, batch.prefix_pages, batch.prefix_starts, keys, values)
+        )
+        if self.canary is not None and len(batch.prefix_pages):
+            self.examined.append(self.stream.submit(verify))
+
+    def complete(self) -> None:
+        """Wait for what the canary examines."""
+        for handle in self.examined:
+            handle.wait()
+        self.examined.clear()

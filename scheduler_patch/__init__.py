@@ -98,12 +98,12 @@ SCHEDULER = (
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
         AFTER, "counts:attach",
-        "the counts of a step leave with its logits",
+        "the counts of a step, and what the canary found in it, leave with its logits",
     ),
     Patch(
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", "self return_logprob return_hidden_states",
         BEFORE, "counts:copy_to_cpu",
-        "under the overlap schedule results reach the host on the copy stream; so must the counts",
+        "under the overlap schedule results reach the host on the copy stream; so must ours",
     ),
     Patch(
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_customized_info",

@@ -22,15 +22,17 @@ class StepCounts:
 
 
 def attach(result, worker, batch, *args, **kwargs) -> None:
-    """AFTER the forward pass, on its stream: snapshot the rows' counts beside the logits."""
+    """AFTER the forward pass, on its stream: snapshot the rows' counts, and what the canary found, beside the logits."""
     if result.logits_output is not None:
-        retrieval = worker.model_runner.attn_backend.retrieval
-        faults = retrieval.canary.faults.clone() if retrieval.canary else None
+        retrieval, faults = worker.model_runner.attn_backend.retrieval, None
+        if retrieval.canary is not None:
+            retrieval.complete_all_transfers()  # without a graph some may be under way, and a note half written
+            faults = retrieval.canary.faults.clone()
         result.logits_output.freekv = StepCounts(retrieval.row_counts(batch.req_pool_indices), batch.forward_mode.is_decode(), faults)
 
 
 def copy_to_cpu(result, *args, **kwargs) -> None:
-    """BEFORE SGLang copies a step's results to the host under the overlap schedule: send the counts along."""
+    """BEFORE SGLang copies a step's results to the host under the overlap schedule: send ours along."""
     if (step := getattr(result.logits_output, KEY, None)) is not None:
         step.rows = _async_d2h(step.rows)
         step.faults = _async_d2h(step.faults) if step.faults is not None else None

@@ -55,6 +55,8 @@ class Observer:
     def rest(self) -> None:
         """After a spell of work: check the pools, unless that was just done, and leave /metrics up to date. With a full canary sweep
         host memory, as long as nothing else is to be done."""
+        if self.quarantine is not None:
+            self.quarantine.evict()
         state = self.state()
         if state != self.rested:
             self.rested = state
@@ -101,6 +103,8 @@ def process_batch_result(original, scheduler, batch, result) -> None:
             result.copy_done.synchronize()
         observer.quarantine.examine(step.faults, batch)
     original(scheduler, batch, result)
+    if observer.quarantine is not None:
+        observer.quarantine.evict()
     observer.export()
 
 

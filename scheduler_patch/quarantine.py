@@ -9,8 +9,10 @@ from http import HTTPStatus
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
+from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.canary import Fault, FaultReader
 
@@ -23,18 +25,26 @@ class Quarantine:
     """What a scheduler does about the faults of its pool's canary.
 
     Counts ``faults`` found, ``requests_ended`` for them, and ``pages_swept``.
+
+    Raises:
+        Refusal: a prefix cache that it cannot make forget a page.
     """
 
     def __init__(self, scheduler) -> None:
         self.scheduler = scheduler
         self.pool: FreeKVPool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        self.canary = self.pool.store.canary
         self.reader = FaultReader()
+        self.pending: dict[tuple[int, int, int], Fault] = {}  # found at rest by one of several ranks
         self.last_found: list[Fault] = []
-        self.faults = self.requests_ended = self.pages_swept = self.cuts = 0
-        self.cut_off: list = []  # nodes of the radix tree
-        self.last_swept = 0
+        self.cut_off: list = []  # nodes of the radix tree, in the order of the cuts
+        self.faults = self.requests_ended = self.pages_swept = 0
+        self.cuts = self.last_swept = 0
         self.layers = {index: layer for layer, index in self.pool.retrieval_index.items()}
+        if type(scheduler.tree_cache) not in (RadixCache, ChunkCache):
+            raise Refusal(
+                f"--freekv-canary {self.pool.config.canary}: the prefix cache is {type(scheduler.tree_cache).__name__}, expected SGLang's "
+                "RadixCache, which alone it can make forget a page; leave out what asks for another one, or use --freekv-canary off"
+            )
 
     def as_dict(self) -> dict[str, int]:
         return {"faults": self.faults, "requests_ended": self.requests_ended, "pages_swept": self.pages_swept}
@@ -46,11 +56,11 @@ class Quarantine:
             snapshot: the canary's faults after the pass.
             batch: whose pass it was.
         """
-        found = self._agree(self.reader.read(snapshot.cpu()))
+        found = self._agree([*self.pending.values(), *self.reader.read(snapshot.cpu())])
+        self.pending.clear()
         known, self.last_found = self.last_found, found  # the step that was in flight meanwhile finds it once more
-        if faults := list(dict.fromkeys(fault for fault in found if fault not in known)):
-            self._isolate(faults, batch)
-        self._drop()
+        if faults := {fault.unit: fault for fault in found if fault not in known}:
+            self._isolate(list(faults.values()), batch)
 
     def sweep(self, host_pages: torch.Tensor) -> torch.Tensor:
         """Examine full pages while nothing runs, and act on it; returns those that are sound.
@@ -58,16 +68,15 @@ class Quarantine:
         Args:
             host_pages: ``[N]``; as many as a context buffer holds are examined.
         """
-        self._drop()
         host_pages = host_pages[: self.pool.store.staging.tokens // self.pool.page_size].to(self.pool.device)
         self.pool.store.staging.sweep(host_pages)
         self.pages_swept += len(host_pages)
-        if _ranks(self.scheduler) > 1:  # ranks rest each for itself; what is found they act on together, with the next step
-            return host_pages[:0]
-        if not (faults := self.reader.read(self.canary.faults.cpu())):
-            return host_pages
-        self._isolate(faults)
-        changed = torch.tensor([fault.host_page for fault in faults], device=host_pages.device)
+        faults = {fault.unit: fault for fault in self.reader.read(self.pool.store.canary.faults.cpu())}
+        if _ranks(self.scheduler) > 1:  # ranks rest each for itself, and act together, with the next step
+            self.pending |= faults
+        elif faults:
+            self._isolate(list(faults.values()))
+        changed = torch.tensor([fault.host_page for fault in faults.values()], device=host_pages.device)
         return host_pages[~torch.isin(host_pages, changed)]
 
     def sweep_on(self, host_pages: torch.Tensor, count: int) -> None:
@@ -80,6 +89,18 @@ class Quarantine:
         self.last_swept = int(later[-1]) if len(later) else 0
         if len(later):
             self.sweep(later)
+
+    def evict(self) -> None:
+        """Free what was cut off the radix tree and nobody has locked any more."""
+        tree, locked = self.scheduler.tree_cache, []
+        for node in self.cut_off:
+            if not _is_in(tree, node):  # evicted or flushed by SGLang
+                continue
+            if node.lock_ref:
+                locked.append(node)
+            else:
+                _evict(tree, node)
+        self.cut_off = locked
 
     def _agree(self, faults: list[Fault]) -> list[Fault]:
         """Faults of all ranks: every rank ends the same requests in the same step."""
@@ -106,12 +127,12 @@ class Quarantine:
         for request, held in holders.items():
             self._end(request, next(fault for fault in faults if fault.host_page in held))
         self._forget(pages)
+        self.evict()
 
     def _describe(self, fault: Fault) -> str:
-        expected = self.canary.expected(fault)
         return (
             f"canary: host page {fault.host_page}, layer {self.layers[fault.layer]}, kv head {fault.head}: the KV changed in host memory "
-            f"after it was written (checksum {fault.found & 0xFFFFFFFF:08x}, expected {expected & 0xFFFFFFFF:08x})"
+            f"after it was written (checksum {fault.found & 0xFFFFFFFF:08x}, expected {fault.expected & 0xFFFFFFFF:08x})"
         )
 
     def _live_requests(self, batch) -> set:
@@ -126,6 +147,8 @@ class Quarantine:
         return set((slots // size).tolist())
 
     def _end(self, request, fault: Fault) -> None:
+        if request.to_finish is not None:  # it is ending already
+            return
         self.requests_ended += 1
         message = f"{self._describe(fault)}; send the request again, its KV will be computed anew"
         reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "KVChangedInHostMemory")
@@ -135,6 +158,7 @@ class Quarantine:
         else:
             request.skip_radix_cache_insert = True
             request.to_finish = reason
+            request.finished_len = len(request.output_ids)  # the token of this step, which SGLang is about to add, does not leave
 
     def _forget(self, pages: set[int]) -> None:
         """Cut what stands on one of ``pages`` off the radix tree. Requests that end may have it locked yet: until they are gone it stays
@@ -145,6 +169,8 @@ class Quarantine:
         size, nodes = tree.page_size, list(tree.root_node.children.values())
         while nodes:
             node = nodes.pop()
+            if node in self.cut_off:
+                continue
             changed = [index for index, page in enumerate((node.value[::size] // size).tolist()) if page in pages]
             if not changed:
                 nodes += node.children.values()
@@ -158,23 +184,22 @@ class Quarantine:
             node.parent.children[node.key.child_key(size)] = node
             self.cut_off.append(node)
 
-    def _drop(self) -> None:
-        """Evict what was cut off and nobody has locked any more."""
-        tree = self.scheduler.tree_cache
-        for node in self.cut_off:
-            if node.lock_ref == 0 and node.parent.children.get(node.key.child_key(tree.page_size)) is node:  # else SGLang evicted it
-                _evict(tree, node)
-        self.cut_off = [node for node in self.cut_off if node.lock_ref]
+
+def _is_in(tree: RadixCache, node) -> bool:
+    """Whether the node hangs on the root that the tree has now."""
+    while node.parent is not None and node.parent.children.get(node.key.child_key(tree.page_size)) is node:
+        node = node.parent
+    return node is tree.root_node
 
 
 def _evict(tree: RadixCache, node) -> None:
-    """A node and all below it."""
+    """As SGLang evicts a leaf: a node, and before it all that is below it."""
     for child in list(node.children.values()):
         _evict(tree, child)
     tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
     tree._delete_leaf(node)
+    tree._record_remove_event(node)
 
 
 def _ranks(scheduler) -> int:
     return scheduler.tp_group.world_size
-

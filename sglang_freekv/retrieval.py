@@ -175,6 +175,7 @@ class Retrieval:
     def complete_all_transfers(self) -> None:
         for layer in range(len(self.in_flight)):
             self.complete_transfers(layer)
+        self.store.staging.complete()
 
     def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, 3]`` hits, recalled and corrected of ``rows [B]`` since their last extend."""

@@ -146,7 +146,7 @@ def test_draining_is_recall_to_the_list():
     misses = Misses.allocate(4, "cpu")
     misses.extend(*(torch.tensor([1, 2]) for _ in range(3)))
     replay.drain(None, misses, None, None)
-    assert misses.length.tolist() == [0, 0, 2]
+    assert misses.length.tolist() == [0, 0, 2, 1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

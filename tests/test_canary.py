@@ -62,7 +62,7 @@ def test_a_page_that_changed_is_told_when_it_is_recalled(tau, stream):
         engine.decode(engine.requests)
     told = faults(engine)
     assert told and {(fault.layer, fault.head) for fault in told} == {(LAYER, HEAD)} and {fault.host_page for fault in told} <= damaged
-    assert all(fault.found != engine.retrieval.canary.expected(fault) for fault in told)
+    assert all(fault.found != fault.expected for fault in told)
     assert len(told) <= int(engine.retrieval.row_counts(torch.tensor([engine.requests[0].row]))[0, 1]) - before
 
 
@@ -103,12 +103,26 @@ def test_a_sample_finds_some_of_it():
     assert 0 < found["sample"] < found["full"] / 4
 
 
+def test_a_sample_of_prefixes_reaches_every_unit_in_time():
+    engine = Engine(replace(FULL, canary="sample"), prompts=[PROMPT], steps=1, stream=InlineStream)
+    request, reader, units = engine.requests[0], FaultReader(), set()
+    engine.extend([request], [112])
+    for page in range(28):
+        for layer in range(LAYERS):
+            engine.retrieval.host.layers[layer][request.pages[page]] += 1
+    for _ in range(150):  # the same prefix, hit again and again
+        request.tokens = 112
+        engine.extend([request], [PROMPT])
+        units |= {fault.unit for fault in reader.read(engine.retrieval.canary.faults)}
+    assert units == {(layer, int(page), head) for layer in range(LAYERS) for page in request.pages[:28] for head in range(HEADS)}
+
+
 def test_each_fault_is_read_once_and_too_many_are_an_end():
-    reader, ring = FaultReader(), torch.zeros(1 + MOST_FAULTS, 4, dtype=torch.int32)
+    reader, ring = FaultReader(), torch.zeros(1 + MOST_FAULTS, 5, dtype=torch.int32)
 
     def add(count: int) -> list[int]:
         for _ in range(count):
-            ring[1 + int(ring[0, 0]) % MOST_FAULTS] = torch.tensor([0, int(ring[0, 0]) + 1, 0, 0])
+            ring[1 + int(ring[0, 0]) % MOST_FAULTS] = torch.tensor([0, int(ring[0, 0]) + 1, 0, 0, 0])
             ring[0, 0] += 1
         return [fault.host_page for fault in reader.read(ring)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -102,6 +103,32 @@ def test_a_request_that_decodes_ends_before_a_wrong_token(server, prompts, expec
     assert f"layer {LAYER}, kv head {HEAD}: the KV changed in host memory" in ended[0]
     assert [answer["output_ids"] for answer in others] == expected[1:]
     server.flush()  # of the pages that were damaged, only those that were recalled have been found
+    assert_served(server, prompts, expected)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_stream_ends_with_an_error_and_without_a_wrong_token(server, prompts, expected, path):
+    prompt, told = [int(token) for token in prompts[0]], []
+    undisturbed = server.generate(prompt, 200)["output_ids"]
+    server.flush()
+    sampling = {"temperature": 0, "ignore_eos": True}
+    asked = {"input_ids": prompt, "sampling_params": sampling | {"max_new_tokens": 200}}
+    if path != "/generate":
+        asked = {"model": "needle", "prompt": prompt, "max_tokens": 200} | sampling
+    with server.open(path, asked | {"stream": True}) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                told.append(json.loads(line[6:]))
+                if len(told) == 10:
+                    server.damage(LAYER, HEAD, *range(3, 30))
+    *tokens, last = told
+    if path == "/generate":
+        reason = last["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort" and reason["status_code"] == 500 and "the KV changed in host memory" in reason["message"]
+        assert 10 <= len(last["output_ids"]) < 200 and last["output_ids"] == undisturbed[: len(last["output_ids"])]
+    else:
+        assert last["error"]["code"] == 500 and "the KV changed in host memory" in last["error"]["message"]
+    server.flush()
     assert_served(server, prompts, expected)
 
 

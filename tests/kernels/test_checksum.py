@@ -80,9 +80,9 @@ class Arrived:
         self.checksums = torch.zeros(PAGES + 3, H, dtype=torch.int32, device=DEVICE)
         reference.checksum_pages(self.keys, self.values, (pages * S)[:, None].expand(-1, H), pages + 3, self.checksums, S)
 
-    def faults(self, kernel, count: int, every: int, ring: int = 64, **options) -> list[list[int]]:
-        faults = torch.zeros(1 + ring, 4, dtype=torch.int32, device=DEVICE)
-        told = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    def faults(self, kernel, count: int, every: int, ring: int = 64, turn: int = 0, **options) -> list[list[int]]:
+        faults = torch.zeros(1 + ring, 5, dtype=torch.int32, device=DEVICE)
+        told = torch.tensor([count, turn], dtype=torch.int32, device=DEVICE)
         units = (self.starts, self.per_start, self.heads, self.host_pages, told)
         kernel(self.keys, self.values, *units, every, self.checksums, 6, faults, self.page_size, **options)
         return [faults[0].tolist(), *sorted(faults[1:][faults[1:, 0] > 0].tolist())]
@@ -93,7 +93,7 @@ class Arrived:
 @pytest.mark.parametrize("programs, every", [(16, 1), (1, 1), (3, 2)])
 def test_a_changed_word_is_told(S, H, D, dtype, slots, programs, every):
     arrived, units = Arrived(S, H, D, dtype, slots), PAGES * H
-    assert arrived.faults(verify_units, units, every, programs=programs) == [[0, 0, 0, 0]]
+    assert arrived.faults(verify_units, units, every, programs=programs) == [[0, 0, 0, 0, 0]]
     for index in (0, units - 1):
         head, start = int(arrived.heads[index]), int(arrived.starts[index]) * arrived.per_start
         tensor = (arrived.keys, arrived.values)[index % 2]
@@ -103,7 +103,7 @@ def test_a_changed_word_is_told(S, H, D, dtype, slots, programs, every):
         expected = [index for index in (0, units - 1) if index < count and index % every == 0]
         found = arrived.faults(verify_units, count, every, programs=programs)
         assert found == arrived.faults(reference.verify_units, count, every)
-        assert found[0] == [len(expected), 0, 0, 0]
+        assert found[0] == [len(expected), 0, 0, 0, 0]
         told = [[6, int(arrived.host_pages[index]), int(arrived.heads[index])] for index in expected]
         assert [fault[:3] for fault in found[1:]] == sorted(told)
 
@@ -113,7 +113,19 @@ def test_the_ring_keeps_count_beyond_its_length():
     arrived.checksums += 1
     for kernel in (verify_units, reference.verify_units):
         head, *notes = arrived.faults(kernel, 2 * PAGES, 1, ring=5)
-        assert head == [2 * PAGES, 0, 0, 0] and len(notes) == 5
+        assert head == [2 * PAGES, 0, 0, 0, 0] and len(notes) == 5
+
+
+def test_each_unit_has_its_turn():
+    """One unit in sixteen at a time: whatever is recalled or staged as often as that is examined in all its parts."""
+    arrived = Arrived(4, 2, 16, torch.bfloat16, slots=True)
+    arrived.checksums += 1
+    for start, step in ((0, 1), (5, 31), (7, 32), (1, 36)):  # as many calls in a pass as a model has layers
+        examined: dict = {verify_units: set(), reference.verify_units: set()}
+        for turn in range(start, start + 120 * step, step):
+            for kernel, seen in examined.items():
+                seen.update(map(tuple, arrived.faults(kernel, 2 * PAGES, 16, turn=turn)[1:]))
+        assert len(examined[verify_units]) == 2 * PAGES and examined[verify_units] == examined[reference.verify_units]
 
 
 def test_words_that_changed_places_are_told():

@@ -194,7 +194,7 @@ def test_recall(S, H, D, dtype, layout, prefetch, programs):
         recall_pages(host, ours, *found, programs=programs, prefetch=prefetch)
         reference.recall_pages(host, theirs, *expected)
         assert_same_bits(found, expected)
-        assert ours.length.tolist() == [0, 0, count]
+        assert ours.length.tolist() == [0, 0, count, 1]
         assert int((~found[0].isnan()).sum()) == count * S * D
     assert_same_bits(host, before)
 
@@ -215,7 +215,7 @@ def test_a_list_is_recalled_once():
         other.extend(*unit)
         reference.recall_pages(host, other, *expected)
         assert_same_bits(found, expected)
-        assert misses.length.tolist() == [0, 0, 1]
+        assert misses.length.tolist() == [0, 0, 1, slot + 3]
 
 
 @shapes

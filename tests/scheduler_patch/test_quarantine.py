@@ -1,0 +1,248 @@
+"""Pages that changed, on SGLang's own radix tree: no page is lost, none is freed twice, and no prompt finds one of them."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.radix_cache import InsertParams, MatchPrefixParams, RadixCache, RadixKey
+
+from sglang_freekv.config import Refusal
+from sglang_freekv.memory_pool.canary import MOST_FAULTS, Fault
+from sglang_freekv.scheduler_patch.quarantine import Quarantine
+
+SIZE, PAGES = 4, 24
+
+
+class Allocator:
+    """As SGLang's, for a tree: it counts, and minds if a page comes back twice."""
+
+    device, page_size = "cpu", SIZE
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.free = set(range(1, PAGES + 1))
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
+        pages = set((slots[::SIZE] // SIZE).tolist())
+        assert not pages & self.free, f"{pages & self.free} are freed twice"
+        self.free |= pages
+
+
+class Request:
+    """Of a running batch; ``pages`` are its own and those of the tree."""
+
+    def __init__(self, rid: str, pages: list[int], tokens: int = 0) -> None:
+        self.rid, self.pages, self.output_ids = rid, pages, [7] * tokens
+        self.req_pool_idx, self.kv = 0, SimpleNamespace(kv_allocated_len=len(pages) * SIZE)
+        self.to_finish = self.finished_len = None
+
+    def finished(self) -> bool:
+        return False
+
+
+class World:
+    """A tree, and a quarantine over it."""
+
+    def __init__(self, ranks: int = 1, tree=None) -> None:
+        self.allocator = Allocator()
+        self.tree = tree or RadixCache.create_simulated(mock_allocator=self.allocator, page_size=SIZE)
+        self.table = torch.zeros(4, PAGES * SIZE, dtype=torch.int64)
+        self.sent: list = []
+        canary = SimpleNamespace(faults=torch.zeros(1 + MOST_FAULTS, 5, dtype=torch.int32))
+        store = SimpleNamespace(canary=canary, staging=SimpleNamespace(tokens=PAGES * SIZE, sweep=self.sweep))
+        config = SimpleNamespace(canary="full")
+        pool = SimpleNamespace(store=store, retrieval_index={1: 0}, page_size=SIZE, device="cpu", config=config)
+        send = SimpleNamespace(send_output=lambda message, request: self.sent.append(message))
+        self.scheduler = SimpleNamespace(
+            tree_cache=self.tree,
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+            tp_group=SimpleNamespace(world_size=ranks),
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            ipc_channels=SimpleNamespace(send_to_tokenizer=send),
+            running_batch=None, last_batch=None, cur_batch_for_debug=None, chunked_req=None, _pending_chunked_abort_req=None,
+        )  # fmt: skip
+        self.faults, self.changed, self.quarantine = canary.faults, set(), Quarantine(self.scheduler)
+
+    def insert(self, text: int, pages: list[int]) -> None:
+        """A prompt of its own; those whose ``text`` is equal share pages as far as they go."""
+        tokens = array("q", [text * 1000 + position // SIZE for position in range(len(pages) * SIZE)])
+        slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in pages])
+        self.allocator.free -= set(pages)
+        self.tree.insert(InsertParams(key=RadixKey(tokens), value=slots))
+
+    def match(self, text: int, pages: int = 8):
+        tokens = array("q", [text * 1000 + position // SIZE for position in range(pages * SIZE)])
+        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
+        return (found.device_indices[::SIZE] // SIZE).tolist(), found.last_device_node
+
+    def note(self, *pages: int) -> torch.Tensor:
+        """What the canary's faults are after a step that found these pages changed."""
+        for page in pages:
+            self.faults[1 + int(self.faults[0, 0]) % MOST_FAULTS] = torch.tensor([0, page, 1, 2, 3])
+            self.faults[0, 0] += 1
+        return self.faults.clone()
+
+    def sweep(self, pages: torch.Tensor) -> None:
+        self.note(*[page for page in pages.tolist() if page in self.changed])
+
+    def run(self, *requests: Request) -> SimpleNamespace:
+        for row, request in enumerate(requests):
+            request.req_pool_idx = row
+            slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in request.pages])
+            self.table[row, : len(slots)] = slots
+        running = SimpleNamespace(reqs=list(requests))
+        self.scheduler.running_batch = running
+        return running
+
+    def in_tree(self) -> set[int]:
+        return set(range(1, PAGES + 1)) - self.allocator.free
+
+    def assert_sound(self, free: int) -> None:
+        assert len(self.allocator.free) == free
+        assert self.tree.evictable_size_ + self.tree.protected_size_ == (PAGES - free) * SIZE == self.tree.total_size()
+
+
+@pytest.fixture
+def world() -> World:
+    """Two texts: one of pages 1 to 6, which another goes on from after 4; and one of 11 to 13."""
+    world = World()
+    world.insert(1, [1, 2, 3, 4, 5, 6])
+    world.insert(2, [11, 12, 13])
+    return world
+
+
+@pytest.mark.parametrize("page, kept", [(1, []), (4, [1, 2, 3]), (6, [1, 2, 3, 4, 5])])
+def test_a_page_is_forgotten_with_what_stands_on_it(world, page, kept):
+    world.quarantine.examine(world.note(page), None)
+    assert world.match(1)[0] == kept and world.match(2)[0] == [11, 12, 13]
+    assert world.in_tree() == {*kept, 11, 12, 13}
+    world.assert_sound(free=PAGES - len(kept) - 3)
+    assert world.quarantine.as_dict() == {"faults": 1, "requests_ended": 0, "pages_swept": 0}
+
+
+def test_branches_below_it_go_too(world):
+    tokens = array("q", [1000 + position // SIZE for position in range(4 * SIZE)] + [5] * SIZE)
+    slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in (1, 2, 3, 4, 9)])
+    world.allocator.free -= {9}
+    world.tree.insert(InsertParams(key=RadixKey(tokens), value=slots))
+    world.quarantine.examine(world.note(2), None)
+    assert world.in_tree() == {1, 11, 12, 13}
+    world.assert_sound(free=PAGES - 4)
+
+
+def test_what_is_locked_is_found_by_nobody_and_goes_when_it_can(world):
+    _, node = world.match(1)
+    world.tree.inc_lock_ref(node)
+    world.quarantine.examine(world.note(3), None)
+    assert world.match(1)[0] == [1, 2] and world.in_tree() == {*range(1, 7), 11, 12, 13}
+    world.insert(1, [1, 2, 21, 22, 23, 24])  # the prompt, computed anew
+    assert world.match(1)[0] == [1, 2, 21, 22, 23, 24]
+    world.quarantine.evict()
+    world.assert_sound(free=PAGES - 13)
+    world.tree.dec_lock_ref(node)
+    world.quarantine.evict()
+    assert world.match(1)[0] == [1, 2, 21, 22, 23, 24]
+    world.assert_sound(free=PAGES - 9)
+    assert world.quarantine.cut_off == []
+
+
+def test_a_second_page_of_the_same_node_leaves_nothing_behind(world):
+    _, node = world.match(1)
+    world.tree.inc_lock_ref(node)
+    world.quarantine.examine(world.note(3), None)
+    world.quarantine.examine(world.note(5), None)
+    world.tree.dec_lock_ref(node)
+    world.quarantine.evict()
+    assert world.in_tree() == {1, 2, 11, 12, 13}
+    world.assert_sound(free=PAGES - 5)
+
+
+@pytest.mark.parametrize("by", ["flush", "eviction"])
+def test_sglang_may_be_first(world, by):
+    _, node = world.match(1)
+    world.tree.inc_lock_ref(node)
+    world.quarantine.examine(world.note(3), None)
+    world.tree.dec_lock_ref(node)
+    if by == "flush":
+        world.tree.reset()
+        world.allocator.clear()
+    else:
+        world.tree.evict(SimpleNamespace(num_tokens=PAGES * SIZE))
+    world.quarantine.evict()
+    world.assert_sound(free=PAGES)
+
+
+def test_a_fault_is_acted_upon_once(world):
+    requests = Request("a", [1, 2, 8], 5), Request("b", [11, 12])
+    batch = world.run(*requests)
+    world.quarantine.examine(world.note(2), batch)
+    world.quarantine.examine(world.note(2), batch)  # of the step that was in flight
+    world.quarantine.examine(world.faults.clone(), batch)
+    assert world.quarantine.as_dict() == {"faults": 1, "requests_ended": 1, "pages_swept": 0}
+    ended, other = requests
+    assert "host page 2, layer 1, kv head 1" in ended.to_finish.message and ended.to_finish.status_code == 500
+    assert ended.finished_len == 5 and ended.skip_radix_cache_insert
+    assert other.to_finish is None and other.finished_len is None
+
+
+def test_a_prompt_in_chunks_is_told_at_once(world):
+    request = Request("a", [1, 2, 8])
+    batch = world.run(request)
+    world.scheduler.chunked_req = request
+    world.quarantine.examine(world.note(8), batch)
+    assert world.scheduler._pending_chunked_abort_req is request and request.to_finish is None
+    [message] = world.sent
+    assert message.rid == "a" and "host page 8" in message.finished_reason["message"] and message.finished_reason["status_code"] == 500
+
+
+def test_whoever_has_the_page_beyond_its_end_is_left_alone(world):
+    request = Request("a", [1, 2, 8])
+    batch = world.run(request)
+    request.kv.kv_allocated_len = 2 * SIZE - 1  # what follows in its row is of whoever had it before
+    world.quarantine.examine(world.note(8), batch)
+    assert request.to_finish is None
+
+
+def test_a_sweep_tells_the_sound_pages_and_frees_the_others(world):
+    world.changed = {12}
+    assert world.quarantine.sweep(torch.tensor([2, 11, 12])).tolist() == [2, 11]
+    assert world.in_tree() == {*range(1, 7), 11}
+    assert world.quarantine.as_dict() == {"faults": 1, "requests_ended": 0, "pages_swept": 3}
+
+
+def test_sweeps_go_through_all_pages_in_turn(world):
+    seen = []
+    world.quarantine.pool.store.staging.sweep = lambda pages: seen.append(pages.tolist())
+    for _ in range(5):
+        world.quarantine.sweep_on(torch.tensor([1, 2, 5, 7, 9]), 2)
+    assert seen == [[1, 2], [5, 7], [9], [1, 2]]  # the fourth finds no page above the last
+
+
+def test_ranks_act_together(monkeypatch):
+    """At rest a rank keeps what it finds, however often, until the next step."""
+    world = World(ranks=2)
+    world.insert(1, [1, 2, 3])
+    world.changed = {2}
+    for _ in range(MOST_FAULTS + 5):
+        assert world.quarantine.sweep(torch.tensor([1, 2, 3])).tolist() == [1, 3]
+    assert world.match(1)[0] == [1, 2, 3] and world.quarantine.faults == 0
+    monkeypatch.setattr(Quarantine, "_agree", lambda self, faults: [*faults, Fault(0, 3, 0, 1, 2)])  # the other rank's
+    world.quarantine.examine(world.faults.clone(), None)
+    assert world.match(1)[0] == [1] and world.quarantine.faults == 2
+
+
+def test_a_tree_that_it_does_not_know_is_refused():
+    class OtherTree(RadixCache):
+        pass
+
+    with pytest.raises(Refusal, match="^--freekv-canary full: the prefix cache is OtherTree, expected SGLang's RadixCache"):
+        World(tree=OtherTree.__new__(OtherTree))
+    chunked = World(tree=ChunkCache.__new__(ChunkCache))
+    chunked.quarantine.examine(chunked.note(3), None)
+    assert chunked.quarantine.faults == 1
