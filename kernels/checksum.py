@@ -47,7 +47,7 @@ def verify_units(
     faults: torch.Tensor,
     page_size: int,
     *,
-    programs: int = 16,
+    programs: int = 128,
 ) -> None:
     """As reference.verify_units; ``programs`` programs, so that the rest of the device computes on."""
     keys, values = keys.view(torch.int32), values.view(torch.int32)
