@@ -481,7 +481,7 @@ def snapshot_pages(
 
 
 def _mixed(number: int) -> int:
-    """A number below 2 ** 32 that looks random (Wellons, "lowbias32"): a layer whose turn comes at regular intervals gets all remainders."""
+    """A number below 2 ** 32 that looks random (Wellons's lowbias32): a layer whose turn comes at regular intervals gets all remainders."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         number = (number ^ number >> shift) * factor & 0xFFFFFFFF
     return number ^ number >> 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from sglang_freekv.memory_pool import host_memory
 
 NO_GPU = "not measured: no GPU"
 NO_GPU_REMEDY = "run the doctor where the server is to run"
-NO_CGROUP = Path(os.devnull)
 PLUGIN = ("sglang.srt.plugins", "freekv", "sglang_freekv.plugin:register")
 PACKAGES = {"torch": "torch", "triton": "triton", "sglang": "sglang", "flashinfer": "flashinfer-python"}
 INSTALL = "`pip install -e .` in the checkout of sglang_freekv"
@@ -40,9 +38,13 @@ class Machine:
     sys: Path = Path("/sys")
 
     @property
+    def room(self) -> host_memory.Room:
+        """Host memory that can still be had, the limits of cgroups and of this process counted."""
+        return host_memory.room(self.proc, self.sys / "fs/cgroup")
+
+    @property
     def available_bytes(self) -> int:
-        """Host memory that can still be had, the limits of cgroups counted."""
-        return host_memory.available_bytes(self.proc, self.sys / "fs/cgroup")
+        return self.room.num_bytes
 
     @property
     def host_pool_bytes(self) -> int:
@@ -99,14 +101,14 @@ class Machine:
         return Finding("plugin", f"entry point {name} of {group} is {found[0] if found else 'not there'}", INSTALL, stops=True)
 
     def _host_memory(self) -> Finding:
-        available, machine, pool = self.available_bytes, host_memory.available_bytes(self.proc, NO_CGROUP), self.host_pool_bytes
-        value, remedy = f"{size(available)} available, {size(pool)} of them for the host pool by default", None
-        if available < machine:
-            value += f"; a cgroup bounds it, the machine has {size(machine)} available"
-            remedy = f"`docker run --memory={machine >> 30}g`, or a higher memory limit of the pod or slice, gives up to all of it"
+        room, machine, pool = self.room, host_memory.machine_bytes(self.proc), self.host_pool_bytes
+        value, remedy = f"{size(room.num_bytes)} available, {size(pool)} of them for the host pool by default", None
+        if room.num_bytes < machine:
+            value += f"; {room.bound} bounds it, the machine has {size(machine)} available"
+            remedy = room.remedy
         if pool < host_memory.LEAST_BYTES:
-            remedy = f"expected a host pool of {size(host_memory.LEAST_BYTES)} at least: " + (remedy or "end what takes the memory")
-        figures = {"available_bytes": available, "machine_bytes": machine, "host_pool_bytes": pool}
+            remedy = f"expected a host pool of {size(host_memory.LEAST_BYTES)} at least: {room.remedy}"
+        figures = {"available_bytes": room.num_bytes, "machine_bytes": machine, "host_pool_bytes": pool}
         return Finding("host memory", value, remedy, pool < host_memory.LEAST_BYTES, figures)
 
     def _memlock(self, pinning: Finding) -> Finding:

@@ -1,7 +1,10 @@
-"""How much host memory this process can really get, and the share of it that the host pool takes by default."""
+"""How much host memory this process can really get, what bounds it, and the share of it that the host pool takes by default."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -16,10 +19,52 @@ LEAST_BYTES = 64 << 20  # of a host pool that nobody asked for by size
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
+# limits of a process: the line of /proc/self/limits, what counts against it in /proc/self/status, the option of ulimit
+OWN_LIMITS = (("Max address space", "VmSize", "-v"), ("Max data size", "VmData", "-d"))
+
+
+@dataclass(frozen=True, order=True)
+class Room:
+    """Host memory that can still be had.
+
+    Args:
+        num_bytes: how much.
+        bound: what has no more left.
+        remedy: how to get more.
+    """
+
+    num_bytes: int
+    bound: str
+    remedy: str
+
+
+def room(proc: Path = PROC, cgroup: Path = CGROUP) -> Room:
+    """What this process could still map and then write: the least of the machine, of every cgroup it is in and of its own limits."""
+    return min([room_to_write(proc, cgroup), *_own_rooms(proc)])
+
+
+def room_to_write(proc: Path = PROC, cgroup: Path = CGROUP) -> Room:
+    """What could still be written of memory that is mapped already; beyond it the kernel kills who writes, without a word."""
+    machine = machine_bytes(proc)
+    raise_limit = f"`docker run --memory={machine >> 30}g`, or a higher memory limit of the pod or slice"
+    cgroups = [Room(left, "a cgroup", raise_limit) for left in _cgroup_bytes(proc, cgroup)]
+    return min([Room(machine, "this machine", "end what takes the memory"), *cgroups])
+
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes that could still be allocated here: the least of the machine and of every cgroup this process is in."""
-    return min([_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)])
+    """The bytes of :func:`room`."""
+    return room(proc, cgroup).num_bytes
+
+
+def machine_bytes(proc: Path = PROC) -> int:
+    """What the machine has available, to whoever may take it."""
+    return _kernel_bytes(proc / "meminfo", "MemAvailable")
+
+
+def resident_bytes(proc: Path = PROC) -> int:
+    """Anonymous memory that this process has taken so far; what it has of files counts as available."""
+    _, resident, shared, *_ = (proc / "self" / "statm").read_text().split()
+    return (int(resident) - int(shared)) * PAGESIZE
 
 
 def default_host_pool_bytes(available: int, ranks_on_node: int, device: str) -> int:
@@ -33,11 +78,15 @@ def default_host_pool_bytes(available: int, ranks_on_node: int, device: str) -> 
     return int(available * SHARE[device]) // ranks_on_node
 
 
-def _machine_bytes(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{proc / 'meminfo'}: expected a MemAvailable line, which Linux has since 3.14")
+def _own_rooms(proc: Path) -> Iterator[Room]:
+    """What each finite limit of this process leaves; what it has mapped counts, written or not."""
+    listing = proc / "self" / "limits"
+    for line in listing.read_text().splitlines() if listing.exists() else []:
+        for name, counted, option in OWN_LIMITS:
+            if line.startswith(name) and (soft := line.removeprefix(name).split()[0]) != "unlimited":
+                left = max(0, int(soft) - _kernel_bytes(proc / "self" / "status", counted))
+                remedy = f"`ulimit {option} unlimited` before the server, in a new shell if this one refuses"
+                yield Room(left, f"`ulimit {option}`", remedy)
 
 
 def _cgroup_bytes(proc: Path, root: Path) -> list[int]:
@@ -76,6 +125,14 @@ def _memory_cgroups(proc: Path, root: Path) -> list[tuple[Path, tuple[str, str, 
 def _read_limit(file: Path) -> int | None:
     text = file.read_text().strip()
     return None if text == "max" else int(text)
+
+
+def _kernel_bytes(file: Path, name: str) -> int:
+    """Of the line ``name:  12 kB``."""
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{file}: expected a line {name}, which Linux has since 3.14, found none")
 
 
 def _stat(file: Path, name: str) -> int:

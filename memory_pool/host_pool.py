@@ -7,7 +7,9 @@ import os
 import resource
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from math import prod
 from mmap import mmap
 
@@ -54,7 +56,7 @@ class HostPool:
         memories: list[mmap] = []
         try:
             if pin:
-                _require(num_bytes)
+                _require(num_bytes, host_memory.room())
             for _ in range(num_layers):
                 memories.append(pinned.allocate(layer_bytes, huge=pin))
             if pin:
@@ -94,8 +96,9 @@ class HostPool:
         started = time.monotonic()
         threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
         workers, device = ThreadPoolExecutor(threads), torch.cuda.current_device()
+        look = partial(_look_again, host_memory.resident_bytes() + sum(map(len, memories)))
         try:
-            pending = {workers.submit(self._pin_layer, memory, device) for memory in memories}
+            pending = {workers.submit(self._pin_layer, memory, device, look) for memory in memories}
             while pending:
                 done, pending = wait(pending, PROGRESS_S, FIRST_EXCEPTION)
                 for layer in done:
@@ -108,9 +111,9 @@ class HostPool:
         gib, seconds = sum(map(len, memories)) / GIB, time.monotonic() - started
         logger.info(f"host pool: {gib:.1f} GiB pinned in {seconds:.1f} s by {threads} threads")
 
-    def _pin_layer(self, memory: mmap, device: int) -> None:
+    def _pin_layer(self, memory: mmap, device: int, look: Callable[[], None]) -> None:
         torch.cuda.set_device(device)  # a new thread is on device 0, and would make a context there
-        self._addresses.append(pinned.pin(memory))
+        self._addresses.append(pinned.pin(memory, look))
 
 
 def _view(memory: mmap, shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -119,11 +122,17 @@ def _view(memory: mmap, shape: tuple[int, ...], order: tuple[int, ...], dtype: t
     return laid_out.permute([order.index(axis) for axis in range(len(order))])
 
 
-def _require(num_bytes: int) -> None:
-    """Raise MemoryError if so much is not to be had: beyond the limit of a cgroup the kernel kills who writes, without a word."""
-    available = host_memory.available_bytes()
-    if num_bytes > available:
-        raise MemoryError(f"{available / GIB:.1f} GiB are available")
+def _require(num_bytes: int, room: host_memory.Room) -> None:
+    """Raise MemoryError if so much is not to be had."""
+    if num_bytes > room.num_bytes:
+        raise MemoryError(f"{room.bound} has {room.num_bytes / GIB:.1f} GiB left, for {num_bytes / GIB:.1f}")
+
+
+def _look_again(goal: int) -> None:
+    """Raise MemoryError if this process can no longer grow to ``goal`` resident bytes: others, say a server that starts beside it, take
+    memory too."""
+    room = host_memory.room_to_write()  # read first: what the other threads take until the second look must not count twice
+    _require(goal - host_memory.resident_bytes(), room)
 
 
 def _cause(error: Exception) -> str:
@@ -135,5 +144,5 @@ def _remedy(error: Exception, num_bytes: int) -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if isinstance(error, pinned.PinError) and limit != resource.RLIM_INFINITY and limit < num_bytes:
         return f"`ulimit -l` is {limit // 1024} KiB, so try `ulimit -l unlimited`, or `--ulimit memlock=-1` of docker"
-    left = host_memory.available_bytes() / GIB
-    return f"lower --freekv-host-memory, or raise the memory limit of the container ({left:.1f} GiB are left)"
+    room = host_memory.room()
+    return f"lower --freekv-host-memory, or {room.remedy} ({room.bound} has {room.num_bytes / GIB:.1f} GiB left)"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
 import torch
 
 from sglang_freekv.config import GIB
+
+GULP_BYTES = 64 << 20  # a few hundredths of a second
 
 
 class PinError(RuntimeError):
@@ -32,15 +35,20 @@ def allocate(num_bytes: int, huge: bool) -> mmap.mmap:
     return memory
 
 
-def pin(memory: mmap.mmap) -> int:
+def pin(memory: mmap.mmap, look: Callable[[], None] = lambda: None) -> int:
     """Fill ``memory`` and page-lock it for the current device, without the interpreter lock; its address, for :func:`unpin`.
+
+    Args:
+        look: called before each gulp of memory is taken; what it raises ends that.
 
     Raises:
         PinError: with CUDA's reason.
     """
     memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy what is pinned, all of it
     content = np.frombuffer(memory, dtype=np.uint8)
-    content[:: mmap.PAGESIZE] = 0  # a write per page: CUDA would have them filled one after the other
+    for start in range(0, len(content), GULP_BYTES):
+        look()
+        content[start : start + GULP_BYTES : mmap.PAGESIZE] = 0  # a write per page: CUDA would have them filled one after the other
     address, cudart = content.ctypes.data, _cudart()
     status = cudart.cudaHostRegister(address, content.nbytes, 0)
     if int(status) != 0:

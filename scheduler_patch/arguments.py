@@ -75,8 +75,9 @@ FLAGS = {
         "type": float,
         "metavar": "GIB",
         "help": "Host memory for the KV of one rank in GiB; it bounds the tokens that can be cached. Default: "
-        f"{host_memory.SHARE['cuda']:.0%}% of what this machine and its cgroup have available, over the ranks on this machine "
-        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory).",
+        f"{host_memory.SHARE['cuda']:.0%}% of what this machine, its cgroup and `ulimit -v` leave, over the ranks on this machine "
+        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory, and pages are taken as they are written: "
+        "name it for each of several servers on one machine).",
     },
     "freekv_recall": {
         "choices": RECALLS,
@@ -208,16 +209,16 @@ def _default(field) -> Any:
 def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVConfig:
     """The share is taken here, once for all ranks of this machine, before any of them allocates."""
     ranks = max(1, asked.tp_size * asked.dp_size // asked.nnodes)
-    available = host_memory.available_bytes()
+    room = host_memory.room()
     if config.host_memory_gib is None:
-        share = host_memory.default_host_pool_bytes(available, ranks, asked.device)
+        share = host_memory.default_host_pool_bytes(room.num_bytes, ranks, asked.device)
         if share < host_memory.LEAST_BYTES:
             raise Refusal(
-                f"--kv-retrieval freekv: this machine or its cgroup has {available / GIB:.2f} GiB available, too little for the KV of "
-                f"{ranks} rank(s); free some memory, raise the container's limit, or set --freekv-host-memory"
+                f"--kv-retrieval freekv: {room.bound} has {room.num_bytes / GIB:.2f} GiB of host memory left, too little for the KV of "
+                f"{ranks} rank(s); {room.remedy}, or set --freekv-host-memory"
             )
         return replace(config, host_memory_gib=share / GIB)
-    refusals.refuse_host_memory(config.host_memory_gib, ranks, available)
+    refusals.refuse_host_memory(config.host_memory_gib, ranks, room)
     return config
 
 

@@ -12,6 +12,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
+from sglang_freekv.memory_pool import host_memory
 
 OFF = "or use --kv-retrieval none"
 ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
@@ -192,14 +193,17 @@ def refuse_resolved(server_args, config: FreeKVConfig) -> None:
             raise Refusal(rule.message.format(s=server_args, m=model, c=config, **words))
 
 
-def refuse_host_memory(gib: float, ranks_on_node: int, available: int) -> None:
-    """Raises a Refusal if the ranks of this machine ask for more than it, or their cgroup, has left."""
-    if gib * ranks_on_node * GIB > available:
-        most = floor(available / ranks_on_node / GIB * 10) / 10
-        raise Refusal(
-            f"--freekv-host-memory {gib:g}: {ranks_on_node} rank(s) on this machine take {gib * ranks_on_node:g} GiB, expected "
-            f"at most the {available / GIB:.1f} GiB that it and its cgroup have available; use {most:g} or less"
-        )
+def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
+    """Raises a Refusal if the ranks of this machine ask for more than what bounds them has left."""
+    if gib * ranks_on_node * GIB <= room.num_bytes:
+        return
+    share = room.num_bytes / ranks_on_node
+    enough = share >= host_memory.LEAST_BYTES
+    advice = f"; use {floor(share / GIB * 100) / 100:g} or less" if enough else ", too little for a host pool; use --kv-retrieval none"
+    raise Refusal(
+        f"--freekv-host-memory {gib:g}: {ranks_on_node} rank(s) on this machine take {gib * ranks_on_node:g} GiB, expected "
+        f"at most the {room.num_bytes / GIB:.2f} GiB that {room.bound} has left{advice}, or {room.remedy}"
+    )
 
 
 def typed(name: str) -> str:

@@ -115,9 +115,13 @@ class NoGpu:
 
 @pytest.fixture
 def make_machine(tmp_path, monkeypatch):
-    """Builds machines out of files: ``available`` GiB of host memory under a cgroup of ``limit`` GiB, and a memlock limit."""
+    """Builds machines out of files: ``available`` GiB of host memory under a cgroup of ``limit`` GiB and, with 2 GiB
+    mapped, ``address_space`` GiB of it, and a memlock limit."""
 
-    def make(gpu, available=256, limit=None, memlock=resource.RLIM_INFINITY, huge_pages="always [madvise] never", nodes=1, gpu_node=None):
+    def make(
+        gpu, available=256, limit=None, address_space=None, memlock=resource.RLIM_INFINITY, huge_pages="always [madvise] never", nodes=1,
+        gpu_node=None,
+    ):  # fmt: skip
         proc, sysfs = tmp_path / "proc", tmp_path / "sys"
         files = {
             proc / "meminfo": f"MemAvailable: {available << 20} kB\n",
@@ -128,6 +132,9 @@ def make_machine(tmp_path, monkeypatch):
         if limit is not None:
             group = sysfs / "fs/cgroup"
             files |= {group / "memory.max": f"{limit * GIB:.0f}", group / "memory.current": "0", group / "memory.stat": "inactive_file 0\n"}
+        if address_space is not None:
+            files |= {proc / "self/limits": f"Max address space {address_space * GIB} unlimited bytes\n"}
+            files |= {proc / "self/status": f"VmSize: {2 << 20} kB\n"}
         for node in range(nodes):
             files[sysfs / f"devices/system/node/node{node}/cpulist"] = ""
         if gpu_node is not None:
@@ -359,12 +366,17 @@ def test_memlock(make_machine, run, gpu, memlock, remedy):
     assert (code, found["memlock"].remedy) == (0, remedy)
 
 
-@pytest.mark.parametrize("available, limit, share, remedy", [(64, None, 44.8, None), (64, 10, 7, "`docker run --memory=64g`")])
-def test_host_memory_is_what_the_cgroup_leaves(make_machine, run, available, limit, share, remedy):
-    code, found, _ = run(make_machine(FakeGpu(), available=available, limit=limit))
+@pytest.mark.parametrize("limits, share, bound, remedy", [
+    ({}, 44.8, None, None),
+    ({"limit": 10}, 7, "a cgroup", "`docker run --memory=64g`, or a higher memory limit of the pod or slice"),
+    ({"limit": 10, "address_space": 40}, 7, "a cgroup", "`docker run --memory=64g`, or a higher memory limit of the pod or slice"),
+    ({"limit": 10, "address_space": 7}, 3.5, "`ulimit -v`", "`ulimit -v unlimited` before the server, in a new shell if this one refuses"),
+])  # fmt: skip
+def test_host_memory_is_what_the_tightest_limit_leaves(make_machine, run, limits, share, bound, remedy):
+    code, found, _ = run(make_machine(FakeGpu(), available=64, **limits))
     memory = found["host memory"]
-    assert code == 0 and memory.figures["host_pool_bytes"] == pytest.approx(share * GIB, abs=1)
-    assert memory.remedy is None if remedy is None else memory.remedy.startswith(remedy)
+    assert code == 0 and memory.figures["host_pool_bytes"] == pytest.approx(share * GIB, abs=1) and memory.remedy == remedy
+    assert memory.value.endswith(f"; {bound} bounds it, the machine has 64.00 GiB available" if bound else "host pool by default")
 
 
 def test_too_little_host_memory_stops_a_server(make_machine, run):

@@ -31,7 +31,10 @@ def start(directory, **more) -> FaultyServer:
     return server
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.skipif(gpus < 2, reason="needs two GPUs"))], ids=["tp 1", "tp 2"])
+two = pytest.param(2, marks=pytest.mark.skipif(gpus < 2, reason="needs two GPUs"))
+
+
+@pytest.fixture(scope="module", params=[1, two], ids=["tp 1", "tp 2"])
 def server(tmp_path_factory, request):
     server = start(tmp_path_factory.mktemp("server"), **{"--tp": request.param})
     server.ranks = request.param

@@ -1,9 +1,12 @@
 """Available host memory, read from made-up /proc and /sys/fs/cgroup trees."""
 
+import mmap
+import subprocess
+import sys
 
 import pytest
 from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.memory_pool.host_memory import available_bytes, default_host_pool_bytes
+from sglang_freekv.memory_pool.host_memory import Room, available_bytes, default_host_pool_bytes, room, room_to_write
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -42,8 +45,20 @@ def join_v1(machine, path, groups):
         (files / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {inactive}\n")
 
 
+def limit(machine, address_space="unlimited", data="unlimited"):
+    """Gives the process limits; it has mapped 5 GiB, 3 of them data."""
+    proc, _ = machine
+    (proc / "self" / "status").write_text(f"VmPeak:\t{9 << 20} kB\nVmSize:\t{5 << 20} kB\nVmRSS:\t{1 << 20} kB\nVmData:\t{3 << 20} kB\n")
+    (proc / "self" / "limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max data size             {data:<20} unlimited            bytes     \n"
+        "Max resident set          7                    unlimited            bytes     \n"
+        f"Max address space         {address_space:<20} {address_space:<20} bytes     \n"
+    )
+
+
 def test_without_a_cgroup_the_machine_decides(machine):
-    assert available_bytes(*machine) == 64 * GIB
+    assert room(*machine) == Room(64 * GIB, "this machine", "end what takes the memory")
 
 
 @pytest.mark.parametrize("join", [join_v1, join_v2])
@@ -75,8 +90,71 @@ def test_a_full_cgroup_leaves_nothing(machine):
     assert available_bytes(*machine) == 0
 
 
+@pytest.mark.parametrize("join", [join_v1, join_v2])
+def test_a_cgroup_that_bounds_is_named(machine, join):
+    join(machine, "/pod", {"pod": (16 * GIB, 10 * GIB, 0)})
+    assert room(*machine) == Room(6 * GIB, "a cgroup", "`docker run --memory=64g`, or a higher memory limit of the pod or slice")
+
+
+@pytest.mark.parametrize(("limits", "left", "option"), [
+    ({"address_space": 9 * GIB}, 4 * GIB, "-v"),
+    ({"data": 9 * GIB}, 6 * GIB, "-d"),
+    ({"address_space": 9 * GIB, "data": 6 * GIB}, 3 * GIB, "-d"),
+    ({"address_space": 4 * GIB}, 0, "-v"),
+])  # fmt: skip
+def test_limits_of_the_process_count_what_it_has_mapped(machine, limits, left, option):
+    join_v2(machine, "/pod", {"pod": (16 * GIB, 1 * GIB, 0)})
+    limit(machine, **limits)
+    remedy = f"`ulimit {option} unlimited` before the server, in a new shell if this one refuses"
+    assert room(*machine) == Room(left, f"`ulimit {option}`", remedy)
+    assert room_to_write(*machine).num_bytes == 15 * GIB, "what is mapped already counts twice"
+
+
+@pytest.mark.parametrize("limits", [{}, {"address_space": 40 * GIB, "data": 40 * GIB}])
+def test_limits_that_do_not_bound_are_not_named(machine, limits):
+    join_v2(machine, "/pod", {"pod": (16 * GIB, 1 * GIB, 0)})
+    limit(machine, **limits)
+    assert room(*machine).bound == "a cgroup"
+
+
+def test_a_proc_that_lacks_a_line_is_told(machine):
+    (machine[0] / "meminfo").write_text("MemTotal: 1 kB\n")
+    with pytest.raises(RuntimeError, match="meminfo: expected a line MemAvailable, which Linux has since 3.14, found none"):
+        room(*machine)
+
+
 def test_this_machine_has_an_answer():
     assert 0 < available_bytes() < 1 << 50
+
+
+@pytest.mark.parametrize("option", ["-v", "-d"])
+def test_a_real_limit_of_this_machine_is_what_mmap_keeps_to(option):
+    script = f"""
+import mmap
+from sglang_freekv.memory_pool.host_memory import room
+def fits(num_bytes):
+    try:
+        return bool(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError:
+        return False
+held = mmap.mmap(-1, 128 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+found = room()
+print(found.bound, found.num_bytes <= 384 << 20, fits(found.num_bytes - (4 << 20)), fits(found.num_bytes + (4 << 20)))
+"""
+    command = f'ulimit {option} {512 << 10} && exec "$0" -P -c "$1"'
+    run = subprocess.run(["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (run.stdout.split(), run.stderr) == (["`ulimit", f"{option}`", "True", "True", "False"], "")
+
+
+def test_resident_bytes_are_those_that_were_written_and_are_of_no_file(tmp_path):
+    before = host_memory.resident_bytes()
+    held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with open(tmp_path / "file", "w+b") as file:
+        file.truncate(64 << 20)
+        mapped = mmap.mmap(file.fileno(), 0)
+    assert not any(mapped[:: mmap.PAGESIZE]) and host_memory.resident_bytes() - before < 8 << 20
+    held[: 32 << 20 : mmap.PAGESIZE] = b"1" * ((32 << 20) // mmap.PAGESIZE)
+    assert 24 << 20 < host_memory.resident_bytes() - before < 48 << 20
 
 
 @pytest.mark.parametrize(("device", "ranks", "share"), [("cuda", 1, 70), ("cuda", 4, 17.5), ("cpu", 1, 35), ("cpu", 2, 17.5)])

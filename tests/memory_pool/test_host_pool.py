@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from sglang_freekv.config import GIB, HOST_LAYOUTS
 from sglang_freekv.memory_pool import host_memory, host_pool, pinned
+from sglang_freekv.memory_pool.host_memory import Room
 from sglang_freekv.memory_pool.host_pool import MEMORY_ORDER, HostPool
 
 LAYERS, PAGES, H, S, D = 6, 37, 3, 4, 8
@@ -65,9 +67,15 @@ def cudart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: cudart.thread.device)
     monkeypatch.setattr(torch.cuda, "set_device", cudart.set_device)
     monkeypatch.setattr(host_pool.os, "sched_getaffinity", lambda pid: set(range(4)))
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 640 * MIB)
+    leave(monkeypatch, lambda: 640 * MIB)
     limit_memlock(monkeypatch, resource.RLIM_INFINITY)
     return cudart
+
+
+def leave(monkeypatch, num_bytes: Callable[[], int]) -> None:
+    """The machine has ``num_bytes()`` left."""
+    for name in ("room", "room_to_write"):
+        monkeypatch.setattr(host_memory, name, lambda: Room(num_bytes(), "this machine", "end what takes the memory"))
 
 
 def limit_memlock(monkeypatch, limit: int) -> None:
@@ -226,8 +234,8 @@ def test_a_failed_registration_takes_the_others_back(cudart, monkeypatch, call):
     cudart.on_register = lambda number: 2 * (number >= call)
     assert refusal(build_gib) == (
         f"--freekv-host-memory: the system gave {(call - 1) / 8:.1f} of 1.0 GiB of pinned host memory, for {call - 1} of 8 layers, and "
-        "then no more (cudaHostRegister of 0.1 GiB: error 2); lower --freekv-host-memory, or raise the memory limit of the container "
-        "(640.0 GiB are left)"
+        "then no more (cudaHostRegister of 0.1 GiB: error 2); lower --freekv-host-memory, or end what takes the memory (this machine "
+        "has 640.0 GiB left)"
     )
     assert cudart.registered == {}
 
@@ -264,7 +272,7 @@ def test_a_memlock_limit_below_the_pool_is_named(cudart, monkeypatch, limit, nam
     cudart.on_register = lambda number: 2
     message = refusal(build_gib)
     remedy = "`ulimit -l` is 64 KiB, so try `ulimit -l unlimited`, or `--ulimit memlock=-1` of docker"
-    assert message.endswith(remedy) if named else "(640.0 GiB are left)" in message
+    assert message.endswith(remedy) if named else "(this machine has 640.0 GiB left)" in message
 
 
 def test_a_memlock_limit_alone_refuses_nothing(cudart, monkeypatch):
@@ -281,12 +289,50 @@ def test_a_dead_worker_is_a_refusal(cudart, monkeypatch):
 
 
 def test_a_pool_larger_than_what_is_left_is_refused_before_it_is_written(cudart, monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: MIB - 1)
+    monkeypatch.setattr(host_memory, "room", lambda: Room(MIB - 1, "a cgroup", "raise it"))
     assert refusal(build_gib) == (
         "--freekv-host-memory: the system gave 0.0 of 1.0 GiB of pinned host memory, for 0 of 8 layers, and then no more "
-        "(1.0 GiB are available); lower --freekv-host-memory, or raise the memory limit of the container (1.0 GiB are left)"
+        "(a cgroup has 1.0 GiB left, for 1.0); lower --freekv-host-memory, or raise it (a cgroup has 1.0 GiB left)"
     )
     assert cudart.calls == []
+
+
+def test_memory_that_another_takes_between_two_layers_is_missed_before_the_next_is_written(cudart, monkeypatch):
+    left = [640 * MIB]
+    leave(monkeypatch, lambda: left[0])
+    monkeypatch.setattr(host_pool.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda: len(cudart.registered) * MIB // 8)
+
+    def register(call: int) -> int:
+        left[0] = MIB // 4 if call == 3 else left[0]
+        return 0
+
+    cudart.on_register = register
+    assert refusal(build_gib) == (
+        "--freekv-host-memory: the system gave 0.4 of 1.0 GiB of pinned host memory, for 3 of 8 layers, and then no more "
+        "(this machine has 0.2 GiB left, for 0.6); lower --freekv-host-memory, or end what takes the memory (this machine has 0.2 GiB left)"
+    )
+    assert len(cudart.calls) == 3 and cudart.registered == {}
+
+
+def test_memory_that_another_takes_is_missed_within_a_layer(cudart, monkeypatch):
+    looks = iter([640 * MIB] * 3)
+    leave(monkeypatch, lambda: next(looks, 0))
+    monkeypatch.setattr(pinned, "GULP_BYTES", 16 * MIB)
+    before = resident_mib()
+    assert "for 0 of 1 layers, and then no more (this machine has 0.0 GiB left, for " in refusal(
+        lambda: HostPool(1, 128, MIB_PAGE, torch.bfloat16, pin=True)
+    )
+    assert cudart.calls == [] and resident_mib() - before < 64, "it went on after there was no more"
+
+
+def test_what_the_pool_itself_takes_is_not_missed(cudart, monkeypatch):
+    before = resident_mib()
+    leave(monkeypatch, lambda: (before + 136 - resident_mib()) * MIB)
+    monkeypatch.setattr(pinned, "GULP_BYTES", 4 * MIB)
+    pool = HostPool(4, 32, MIB_PAGE, torch.bfloat16, pin=True)
+    assert resident_mib() - before >= 120 and len(cudart.calls) == 4
+    pool.close()
 
 
 @pytest.mark.parametrize("pin, given, kind", [(True, 0, "pinned host"), (False, 2, "host")])
@@ -311,6 +357,29 @@ def test_a_real_mmap_beyond_the_address_space():
         r"the system gave 0\.0 of 536870912\.0 GiB of host memory, for 0 of 1 layers, and then no more \(\[Errno 12\]",
         refusal(lambda: HostPool(1, 1 << 39, MIB_PAGE, torch.bfloat16, pin=False)),
     )
+
+
+def test_what_is_mapped_counts_once_against_a_limit_of_the_process(cudart, monkeypatch):
+    """Between layers all of the pool is mapped, so its address space leaves nothing."""
+    rooms = iter([Room(MIB, "`ulimit -v`", "raise it")])
+    monkeypatch.setattr(host_memory, "room", lambda: next(rooms, Room(0, "`ulimit -v`", "raise it")))
+    assert len(build_gib().layers) == 8
+
+
+def test_a_limit_of_the_process_is_what_the_remedy_names():
+    script = """
+import torch
+from sglang_freekv.memory_pool.host_pool import HostPool
+HostPool(8, 1 << 12, (8, 2, 16, 2048), torch.bfloat16, pin=False)
+"""
+    command = f'ulimit -v {24 << 20} && exec "$0" -P -c "$1"'
+    run = subprocess.run(["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert re.search(
+        r"RuntimeError: --freekv-host-memory: the system gave (\d+)\.0 of 32\.0 GiB of host memory, for \d of 8 layers, and then no more "
+        r"\(\[Errno 12\] Cannot allocate memory\); lower --freekv-host-memory, or `ulimit -v unlimited` before the server, in a new "
+        r"shell if this one refuses \(`ulimit -v` has [0-3]\.\d GiB left\)",
+        run.stderr,
+    ), run.stderr
 
 
 def test_a_kernel_without_huge_pages_will_do(monkeypatch):

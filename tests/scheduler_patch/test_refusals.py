@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from build_server_args import run
 from serving import NEEDLE_MODEL
-from sglang_freekv.config import FreeKVConfig, Refusal
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 
 FLAGS = {  # option of ServerArgs: how a user types it
     "device": ("--device", "xpu"),
@@ -216,6 +217,29 @@ def test_what_sglang_insists_on():
         refuse(backends=("triton", "freekv"))
     with pytest.raises(Refusal, match="--page-size 32: SGLang insists on 128 here; use --page-size 128"):
         refuse(page_size=128)
+
+
+@pytest.mark.parametrize(
+    ("available", "ranks", "advice"),
+    [
+        (3.456, 1, "the 3.46 GiB that `ulimit -v` has left; use 3.45 or less, or `ulimit -v unlimited`"),
+        (3.456, 2, "the 3.46 GiB that `ulimit -v` has left; use 1.72 or less, or `ulimit -v unlimited`"),
+        (0.078, 1, "the 0.08 GiB that `ulimit -v` has left; use 0.07 or less, or `ulimit -v unlimited`"),
+        (0.078, 2, "the 0.08 GiB that `ulimit -v` has left, too little for a host pool; use --kv-retrieval none, or `ulimit -v unlimited`"),
+        (0, 1, "the 0.00 GiB that `ulimit -v` has left, too little for a host pool; use --kv-retrieval none, or `ulimit -v unlimited`"),
+    ],
+)
+def test_host_memory_that_is_not_there(available, ranks, advice):
+    from sglang_freekv.memory_pool import host_memory
+    from sglang_freekv.scheduler_patch import refusals
+
+    bytes_left = int(available * GIB)
+    room = host_memory.Room(bytes_left, "`ulimit -v`", "`ulimit -v unlimited`")
+    refusals.refuse_host_memory(available / ranks, ranks, replace(room, num_bytes=bytes_left + 1))
+    with pytest.raises(Refusal) as caught:
+        refusals.refuse_host_memory(4, ranks, room)
+    expected = f"--freekv-host-memory 4: {ranks} rank(s) on this machine take {4 * ranks} GiB, expected at most {advice}"
+    assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(
