@@ -47,9 +47,14 @@ LAUNCHER = (
         "meta_info['freekv'] is a running total, where custom info otherwise grows by one item per token",
     ),
     Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request",
+        BEFORE, "requests:refuse_too_many_answers",
+        "a request for 2 ** 31 answers is made into as many requests at once, which ends the server",
+    ),
+    Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "self obj input_ids",
-        AFTER, "requests:refuse_unknown_tokens",
-        "a token id outside the vocabulary is a client's mistake and must not end the server",
+        AFTER, "requests:refuse_bad_request",
+        "a token id outside the vocabulary, or a flag that is no flag, is a client's mistake and must not end the server",
     ),
 )
 

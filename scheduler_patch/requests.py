@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
+from sglang.srt.sampling.sampling_params import SamplingParams
+
 MAX_REQ_INPUT_LEN = 5  # its place in what get_worker_info returns
+SAMPLING_TYPES = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+TYPES = {  # of the other parts of a request, which SGLang passes on as they come
+    "stream": bool, "return_logprob": bool, "return_hidden_states": bool | Literal["last"], "return_text_in_logprobs": bool,
+    "logprob_start_len": int, "top_logprobs_num": int, "token_ids_logprob": list[int], "priority": int, "rid": str, "extra_key": str,
+    "lora_path": str, "custom_logit_processor": str, "session_params": dict,
+}  # fmt: skip
+LEAST_INT = -(1 << 63)
+MOST_ANSWERS = 1024
+JSON_TYPES = (bool, int, float, str, list, dict)
 
 
-def refuse_unknown_tokens(_, manager, obj, input_ids) -> None:
-    """AFTER SGLang has validated a request: token ids outside the vocabulary would end the scheduler in the embedding layer."""
-    if not input_ids:
-        return
+def refuse_bad_request(_, manager, obj, input_ids) -> None:
+    """AFTER SGLang has validated a request: what would end the scheduler or the detokenizer, and all other requests with it.
+
+    Raises:
+        ValueError: token ids outside the vocabulary, or sampling parameters of a type or size that SGLang does not expect. SGLang
+            answers with status 400 and the message.
+    """
     vocabulary = manager.model_config.vocab_size
-    lowest, highest = min(input_ids), max(input_ids)
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
+    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
+        wrong = min(input_ids) if min(input_ids) < 0 else max(input_ids)
         raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {vocabulary - 1}; check the tokenizer")
+    asked = getattr(obj, "sampling_params", None) or {}
+    told = [(name, value, SAMPLING_TYPES[name]) for name, value in asked.items() if name in SAMPLING_TYPES]
+    told += [(name, getattr(obj, name, None), kind) for name, kind in TYPES.items()]
+    for name, value, kind in told:
+        if type(value) not in JSON_TYPES:  # nobody sends it over HTTP: an Engine's caller knows what it does
+            continue
+        try:
+            msgspec.convert(value, kind)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise ValueError(f"{name} is {str(value)[:80]!r}: {error}; send it as SGLang's documentation of requests has it") from None
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int) and not LEAST_INT <= number <= -LEAST_INT - 1:
+                raise ValueError(f"{name}: expected a number of 64 bits, found one of {number.bit_length()}")
+    if not 0 <= (most := getattr(obj, "top_logprobs_num", None) or 0) <= vocabulary:
+        raise ValueError(f"top_logprobs_num is {most}, expected 0 to the {vocabulary} tokens of the vocabulary")
+    if wrong := [number for number in getattr(obj, "token_ids_logprob", None) or () if not 0 <= number < vocabulary]:
+        raise ValueError(f"token_ids_logprob: token id {wrong[0]} is out of range, expected 0 to {vocabulary - 1}")
+
+
+def refuse_too_many_answers(manager, obj, *args, **kwargs) -> None:
+    """BEFORE SGLang makes a request of each answer that is asked for, however many.
+
+    Raises:
+        ValueError: so many that the process would run out of memory; SGLang answers with status 400 and the message.
+    """
+    asked = getattr(obj, "sampling_params", None)
+    for each in asked if isinstance(asked, list) else [asked]:
+        count = each.get("n") if isinstance(each, dict) else None
+        if isinstance(count, int | float) and not count <= MOST_ANSWERS:
+            raise ValueError(f"sampling_params: n is {count}, expected at most {MOST_ANSWERS} answers; send several requests")
 
 
 def longest_prompt(info: tuple, worker) -> tuple:
