@@ -275,7 +275,8 @@ def main() -> int:
             },
         )  # fmt: skip
         rows = [*tally.done.items(), ("retractions", tally.retractions), ("wrong", len(tally.wrong)), ("failed", len(tally.failed))]
-        rows += [*((f"tokens/s {name}", value) for name, value in rate.items()), *((f"growth of {name}", by) for name, by in grown.items() if by)]
+        rows += [(f"tokens/s {name}", value) for name, value in rate.items()]
+        rows += [(f"growth of {name}", by) for name, by in grown.items() if by]
         print(table(("soak", options.device), rows))
     for fault in faults:
         print(f"FAULT {fault}")

@@ -17,7 +17,9 @@ FAINT = tl.constexpr(-3.0e38)
 BLOCKS = (1024, 4096)  # a context of no more candidates takes a shorter way through the kernel than the longest that can be
 
 
-def compiled_for(logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int) -> dict[str, int]:
+def compiled_for(
+    logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int
+) -> dict[str, int]:
     """What kernels that select are compiled for."""
     block = triton.next_power_of_2(logits.shape[2])
     group = logits.shape[1] // slot_pages.shape[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import CANARIES, FreeKVConfig
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.digest_pool import DigestPool
@@ -14,8 +14,6 @@ from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.staging import Staging
 from sglang_freekv.memory_pool.transfer import TransferStream
-
-CANARY_EVERY = {"sample": 16, "full": 1}  # units to a unit that is examined
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Store:
         num_pages = num_tokens // size + 1
         pin = torch.device(device).type != "cpu"
         host = HostPool(layers, num_pages, (heads, 2, size, dim), dtype, pin, config.host_layout)
-        canary = Canary(layers, num_pages, heads, size, CANARY_EVERY[config.canary], device) if config.canary != "off" else None
+        every = CANARIES[config.canary]
+        canary = Canary(layers, num_pages, heads, size, every, device) if every else None
         return cls(
             host=host,
             digests=DigestPool(layers, (num_pages, heads, *digest_shape), dtype, device),
@@ -57,6 +56,10 @@ class Store:
             staging=Staging(host, staging_tokens, (heads, dim), dtype, device, stream, canary),
             canary=canary,
         )
+
+    @property
+    def canary_bytes(self) -> int:
+        return 0 if self.canary is None else self.canary.num_bytes
 
     def check_integrity(self, host_pages: torch.Tensor, policy) -> None:
         """Raise RuntimeError on the first broken invariant of a pool.

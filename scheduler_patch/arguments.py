@@ -90,7 +90,7 @@ FLAGS = {
         "as on the device, so that recall reads single token rows; to be measured against.",
     },
     "freekv_canary": {
-        "choices": CANARIES,
+        "choices": tuple(CANARIES),
         "help": f"Compare KV that comes back from host memory with a checksum made when it left the device. Default: {DEFAULTS.canary}. "
         "sample: one unit of sixteen. full: every unit, and all pages in turn while the server is idle. A request whose KV changed ends "
         "with an error that names the page, and the prefix cache forgets that page; all others go on.",

@@ -74,7 +74,7 @@ class Observer:
         """Raise RuntimeError on the first broken invariant of a pool; what a canary finds is dealt with before."""
         self.pool.retrieval.complete_all_transfers()
         held = self.pool.held_pages(self.allocator)
-        pages = held[torch.randperm(len(held))[:CHECKED_PAGES]]
+        pages = held[torch.randperm(len(held))[:CHECKED_PAGES]].to(self.pool.device)
         self.pool.store.check_integrity(self.quarantine.sweep(pages) if self.quarantine else pages, self.pool.retrieval.policy)
 
 

@@ -66,9 +66,9 @@ class Quarantine:
         """Examine full pages while nothing runs, and act on it; returns those that are sound.
 
         Args:
-            host_pages: ``[N]``; as many as a context buffer holds are examined.
+            host_pages: ``[N]`` on the device; as many as a context buffer holds are examined.
         """
-        host_pages = host_pages[: self.pool.store.staging.tokens // self.pool.page_size].to(self.pool.device)
+        host_pages = host_pages[: self.pool.store.staging.tokens // self.pool.page_size]
         self.pool.store.staging.sweep(host_pages)
         self.pages_swept += len(host_pages)
         faults = {fault.unit: fault for fault in self.reader.read(self.pool.store.canary.faults.cpu())}
@@ -83,12 +83,12 @@ class Quarantine:
         """Examine the next ``count`` of all full pages, in turn.
 
         Args:
-            host_pages: ``[N]`` ascending.
+            host_pages: ``[N]`` ascending, in host memory.
         """
         later = host_pages[host_pages > self.last_swept][:count]
         self.last_swept = int(later[-1]) if len(later) else 0
         if len(later):
-            self.sweep(later)
+            self.sweep(later.to(self.pool.device))
 
     def evict(self) -> None:
         """Free what was cut off the radix tree and nobody has locked any more."""

@@ -23,7 +23,7 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
     """AFTER SGLang has validated a request: what would end the scheduler or the detokenizer, and all other requests with it.
 
     Raises:
-        ValueError: token ids outside the vocabulary, or sampling parameters of a type or size that SGLang does not expect. SGLang
+        ValueError: token ids outside the vocabulary, or parts of a request of a type or size that SGLang does not expect. SGLang
             answers with status 400 and the message.
     """
     vocabulary = manager.model_config.vocab_size
@@ -40,7 +40,7 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
             msgspec.convert(value, kind)
         except (msgspec.ValidationError, OverflowError) as error:
             raise ValueError(f"{name} is {str(value)[:80]!r}: {error}; send it as SGLang's documentation of requests has it") from None
-        for number in value if isinstance(value, list | tuple) else [value]:
+        for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and not LEAST_INT <= number <= -LEAST_INT - 1:
                 raise ValueError(f"{name}: expected a number of 64 bits, found one of {number.bit_length()}")
     if not 0 <= (most := getattr(obj, "top_logprobs_num", None) or 0) <= vocabulary:

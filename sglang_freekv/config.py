@@ -10,7 +10,7 @@ BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
-CANARIES = ("off", "sample", "full")
+CANARIES = {"off": 0, "sample": 16, "full": 1}  # units to a unit that is examined; 0 is none
 
 
 class Refusal(ValueError):
@@ -100,7 +100,7 @@ class FreeKVConfig:
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
             )
-        for name, allowed in (("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", CANARIES)):
+        for name, allowed in (("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", tuple(CANARIES))):
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
         if self.tau != self.tau:

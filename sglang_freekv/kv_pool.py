@@ -109,8 +109,7 @@ class FreeKVPool(MHATokenToKVPool):
         dense = sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer))
         store = self.store
         half = (dense + store.host.num_bytes + store.cache.num_bytes) // 2
-        canary = store.canary.num_bytes if store.canary else 0
-        return half + store.digests.num_bytes + canary, half
+        return half + store.digests.num_bytes + store.canary_bytes, half
 
     def describe(self) -> dict:
         """What was built, in tokens and bytes."""
@@ -130,7 +129,7 @@ class FreeKVPool(MHATokenToKVPool):
             "host_tokens": self.size,
             "host_bytes": self.store.host.num_bytes,
             "digest_bytes": self.store.digests.num_bytes,
-            "canary_bytes": self.store.canary.num_bytes if self.store.canary else 0,
+            "canary_bytes": self.store.canary_bytes,
             "device_rows": self.num_rows,
             "device_cache_bytes": self.store.cache.num_bytes,
             "staging_tokens": self.store.staging.tokens,

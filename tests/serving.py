@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -98,6 +98,13 @@ class FaultyServer(TestServer):
         ready.rename(self.damage_file)
         while self.damage_file.exists():
             time.sleep(0.02)
+
+
+def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
+    started = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - started < deadline_s
+        time.sleep(0.05)
 
 
 def start_all(servers: Iterable[TestServer]) -> list[TestServer]:

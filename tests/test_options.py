@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
 from sglang_freekv.scheduler_patch.refusals import typed
 
@@ -25,6 +25,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
+    "freekv_canary": st.sampled_from(list(CANARIES)),
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -45,6 +46,7 @@ def refused(make) -> str | None:
     assert config.cache_tokens == config.cache_pages * size >= config.budget_tokens
     assert config.tau == config.tau and (config.host_memory_gib is None or config.host_memory_gib > 0)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
+    assert config.canary in CANARIES
     return None
 
 
@@ -53,7 +55,7 @@ def refused(make) -> str | None:
         "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": numbers, "page_size": page_sizes,
         "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
-        "host_layout": st.sampled_from(HOST_LAYOUTS) | words,
+        "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
     })
 )  # fmt: skip
 @settings(max_examples=500)

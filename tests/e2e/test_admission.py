@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tasks
-from serving import TestServer, freekv
+from serving import TestServer, freekv, wait_until
 
 PAGE, POOL, ROWS, CLIENTS, NEW_TOKENS = 32, 1024, 4, 16, 80
 
@@ -46,13 +46,6 @@ def outputs(answers: list[dict]) -> list[list[int]]:
 
 def waiting_requests(server: TestServer) -> int:
     return server.get("/v1/loads")["loads"][0]["num_waiting_reqs"]
-
-
-def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
-    started = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - started < deadline_s
-        time.sleep(0.05)
 
 
 @contextmanager

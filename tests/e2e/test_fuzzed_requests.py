@@ -38,8 +38,8 @@ SAMPLING = {
 }  # fmt: skip
 GENERATE = {
     "input_ids": prompts, "text": anything, "sampling_params": anything, "stream": anything, "rid": anything, "return_logprob": anything,
-    "logprob_start_len": count, "top_logprobs_num": count, "token_ids_logprob": st.lists(token, max_size=3) | anything, "priority": anything,
-    "extra_key": anything, "session_params": anything, "input_embeds": anything, "image_data": anything, "return_hidden_states": anything,
+    "logprob_start_len": count, "top_logprobs_num": count, "token_ids_logprob": st.lists(token, max_size=3) | anything,
+    "priority": anything, "extra_key": anything, "session_params": anything, "input_embeds": anything, "image_data": anything, "return_hidden_states": anything,
     "lora_path": anything, "custom_logit_processor": anything, "background": anything, "unknown": anything,
 }  # fmt: skip
 COMPLETIONS = {
@@ -127,7 +127,10 @@ def test_what_would_end_a_process_is_refused_by_name(server, changed, named):
     assert status == 400 and "return_hidden_states is '[False]': Expected" in text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"input_ids": [5], "sampling_params": {"max_new_tokens": 1e999}}'])
+ENDLESS = b'{"input_ids": [5], "sampling_params": {"max_new_tokens": 1e999}}'
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", ENDLESS])
 def test_what_is_no_request_is_refused(server, body):
     status, text = answer_to(server, "/generate", body)
     assert 400 <= status < 500 and text.strip()

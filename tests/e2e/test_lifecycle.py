@@ -6,7 +6,7 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tasks
 from oracle import Oracle
-from serving import NEEDLE_MODEL, TestServer, freekv
+from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
 WAITING_S, RUNNING_S = 4, 6
@@ -101,13 +101,6 @@ def assert_only_the_tree_holds_pages(server: TestServer) -> None:
     assert server.when_idle()["rows_used"] == 0
     assert server.get("/v1/loads")["loads"][0]["num_used_tokens"] == 0  # SGLang counts those that the tree could not evict
     assert server.flush()["host_pages_used"] == 0
-
-
-def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
-    started = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - started < deadline_s
-        time.sleep(0.05)
 
 
 @contextmanager

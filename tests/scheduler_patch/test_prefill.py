@@ -20,7 +20,8 @@ def adder():
     allocator = SimpleNamespace(available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(staging_tokens=1000))
     adder.__dict__.update(
         page_size=PAGE, dllm_config=None, rem_chunk_tokens=2048, is_hybrid_swa=False, prefill_delayer_single_pass=None, can_run_list=[],
-        rem_total_token_offset=770.7, _mamba_slot_cost=0, token_to_kv_pool_allocator=allocator, tree_cache=SimpleNamespace(evictable_size=lambda: 0),
+        rem_total_token_offset=770.7, _mamba_slot_cost=0, token_to_kv_pool_allocator=allocator,
+        tree_cache=SimpleNamespace(evictable_size=lambda: 0),
     )  # fmt: skip
     adder._update_prefill_budget = lambda *args, **kwargs: None
     return adder
