@@ -39,7 +39,8 @@ SAMPLING = {
 GENERATE = {
     "input_ids": prompts, "text": anything, "sampling_params": anything, "stream": anything, "rid": anything, "return_logprob": anything,
     "logprob_start_len": count, "top_logprobs_num": count, "token_ids_logprob": st.lists(token, max_size=3) | anything,
-    "priority": anything, "extra_key": anything, "session_params": anything, "input_embeds": anything, "image_data": anything, "return_hidden_states": anything,
+    "priority": anything, "extra_key": anything,
+    "session_params": anything, "input_embeds": anything, "image_data": anything, "return_hidden_states": anything,
     "lora_path": anything, "custom_logit_processor": anything, "background": anything, "unknown": anything,
 }  # fmt: skip
 COMPLETIONS = {
