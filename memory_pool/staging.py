@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import ExtendBatch
+from sglang_freekv.batch import Prefixes
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
@@ -36,33 +38,47 @@ class Staging:
     ) -> None:
         self.host, self.tokens, self.stream, self.canary = host, tokens, stream, canary
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
-        self.batch: ExtendBatch | None = None
-        self.in_flight: Handle | None = None
+        self.context_tokens = 0
+        self.prefixes: Prefixes | None = None
+        self.arrived: list[Handle] = []  # of each buffer
         self.examined: list[Handle] = []  # by the canary; nobody waits for it before the pass is over
 
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def begin(self, batch: ExtendBatch) -> None:
-        """Start on ``batch``: its first layer's prefixes are on their way when this returns.
+    def begin(self, context_tokens: int, lay_out: Callable[[], Prefixes], behind: Sequence[Handle] | None = None) -> None:
+        """Start on a batch: the prefixes of the first two layers are on their way when this returns.
+
+        Args:
+            context_tokens: of the batch, in rows of a buffer.
+            lay_out: reads the scheduler's tables, on the transfer stream.
+            behind: what the prefixes have to wait for, if not for everything that the current stream was given.
 
         Raises:
             RuntimeError: contexts that do not fit a buffer together.
         """
-        if (tokens := sum(batch.key_lens)) > self.tokens:
-            raise RuntimeError(f"an extend batch has {tokens} tokens of context, expected at most the {self.tokens} of a context buffer")
-        self.batch = batch
-        self._stream(0)
+        if context_tokens > self.tokens:
+            raise RuntimeError(
+                f"an extend batch has {context_tokens} tokens of context, expected at most the {self.tokens} of a context buffer"
+            )
+
+        def take() -> None:
+            self.prefixes = lay_out()
+
+        self.context_tokens = context_tokens
+        self.stream.submit(take, behind)
+        self.arrived = [self._stream(layer, behind) for layer in range(min(2, len(self.host.layers)))]
 
     def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[sum(key_lens), H, D]`` of ``layer`` with the prefixes in place; begins the next layer's."""
-        self.in_flight.wait()
-        if layer + 1 < len(self.host.layers):
-            self._stream(layer + 1)
+        """Keys and values ``[context_tokens, H, D]`` of ``layer`` with the prefixes in place; begins the next layer's."""
+        self.arrived[layer % 2].wait()
         keys, values = self.buffers[layer % 2]
-        tokens = sum(self.batch.key_lens)
-        return keys[:tokens], values[:tokens]
+        if self.canary is not None and len(self.prefixes.pages):
+            self.examined.append(self.stream.submit(lambda: self._verify(layer)))
+        if 0 < layer < len(self.host.layers) - 1:
+            self.arrived[(layer + 1) % 2] = self._stream(layer + 1)
+        return keys[: self.context_tokens], values[: self.context_tokens]
 
     def sweep(self, host_pages: torch.Tensor) -> None:
         """Have the canary examine all units of ``host_pages [N]``, as many as a buffer holds; while nothing is in flight."""
@@ -72,17 +88,14 @@ class Staging:
             kernels.stage_pages(pages, host_pages, starts, keys, values)
             self.canary.verify_staged(layer, host_pages, starts, keys, values, every=1)
 
-    def _stream(self, layer: int) -> None:
-        batch, pages, (keys, values) = self.batch, self.host.layers[layer], self.buffers[layer % 2]
+    def _stream(self, layer: int, behind: Sequence[Handle] | None = None) -> Handle:
+        def stage() -> None:
+            kernels.stage_pages(self.host.layers[layer], self.prefixes.pages, self.prefixes.starts, *self.buffers[layer % 2])
 
-        def verify() -> None:
-            self.canary.verify_staged(layer, batch.prefix_pages, batch.prefix_starts, keys, values)
+        return self.stream.submit(stage, behind)
 
-        self.in_flight = self.stream.submit(
-            lambda: kernels.stage_pages(pages, batch.prefix_pages, batch.prefix_starts, keys, values)
-        )
-        if self.canary is not None and len(batch.prefix_pages):
-            self.examined.append(self.stream.submit(verify))
+    def _verify(self, layer: int) -> None:
+        self.canary.verify_staged(layer, self.prefixes.pages, self.prefixes.starts, *self.buffers[layer % 2])
 
     def complete(self) -> None:
         """Wait for what the canary examines."""

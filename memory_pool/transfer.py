@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,8 +18,11 @@ class Handle(Protocol):
 class TransferStream(Protocol):
     """A queue of work beside the computation, executed in the order of submission."""
 
-    def submit(self, work: Callable[[], None]) -> Handle:
-        """Queue ``work``, ordered after everything the current stream was given so far."""
+    def submit(self, work: Callable[[], None], behind: Sequence[Handle] | None = None) -> Handle:
+        """Queue ``work``, ordered after everything the current stream was given so far, or ``behind`` these handles only."""
+
+    def mark(self) -> Handle:
+        """A handle of everything the current stream was given so far."""
 
 
 class _Done:
@@ -30,13 +33,16 @@ class _Done:
 class InlineStream:
     """Runs the work at once: a CPU has no copy engine to overlap with."""
 
-    def submit(self, work: Callable[[], None]) -> Handle:
+    def submit(self, work: Callable[[], None], behind: Sequence[Handle] | None = None) -> Handle:
         work()
+        return _Done()
+
+    def mark(self) -> Handle:
         return _Done()
 
 
 class _CudaHandle:
-    def __init__(self, event: torch.cuda.Event, work: Callable[[], None]) -> None:
+    def __init__(self, event: torch.cuda.Event, work: Callable[[], None] | None = None) -> None:
         self.event = event
         self.work = work  # keeps the tensors of the work alive until the current stream is ordered after it
 
@@ -50,13 +56,21 @@ class CudaStream:
     def __init__(self, device: str) -> None:
         self.stream = torch.cuda.Stream(device)
 
-    def submit(self, work: Callable[[], None]) -> Handle:
-        self.stream.wait_stream(torch.cuda.current_stream())
+    def submit(self, work: Callable[[], None], behind: Sequence[Handle] | None = None) -> Handle:
+        if behind is None:
+            self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
+            for handle in behind or ():
+                handle.wait()
             work()
             event = torch.cuda.Event()
             event.record(self.stream)
         return _CudaHandle(event, work)
+
+    def mark(self) -> Handle:
+        event = torch.cuda.Event()
+        event.record()
+        return _CudaHandle(event)
 
 
 def make_stream(device: str) -> TransferStream:

@@ -95,6 +95,10 @@ SCHEDULER = (
         "SGLang counts new tokens only, and the prefixes of a batch are on the device together too",
     ),
     Patch(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch", "self batch pp_proxy_tensors", BEFORE, "prefill:mark_tables",
+        "the prefixes of a batch may come while a decode graph still runs, but not before their pages are known",
+    ),
+    Patch(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req", "self idx remaing_req_count server_args",
         REPLACE, "retraction:keep_pages",
         "a retracted request resumes from the host pages that nobody has needed meanwhile",

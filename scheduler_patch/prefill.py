@@ -1,10 +1,17 @@
-"""What SGLang may put into one prefill batch."""
+"""What SGLang may put into one prefill batch, and when its prefixes may begin to come."""
 
 from __future__ import annotations
 
 import math
 
 from sglang.srt.managers.schedule_policy import AddReqResult
+
+
+def mark_tables(scheduler, batch, *args, **kwargs) -> None:
+    """BEFORE a batch is launched, on SGLang's schedule stream: what the scheduler wrote for it is written behind this point."""
+    if batch.forward_mode.is_extend():
+        retrieval = scheduler.token_to_kv_pool_allocator.get_kvcache().retrieval
+        retrieval.scheduled = retrieval.transfers.mark()
 
 
 def whole_pages(adder, req) -> None:

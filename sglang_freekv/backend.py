@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch, ExtendBatch
+from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 
@@ -37,27 +37,29 @@ class FreeKVAttnBackend(AttentionBackend):
         model_runner.capture_tail_hooks.append(self._join)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Of a forward pass without a graph: snapshot what all layers share, for the scheduler may rewrite its tables while the
-        layers run."""
+        """Of a forward pass without a graph: what all layers share. Ours first: FlashInfer's plan waits for the device."""
+        if not forward_batch.forward_mode.is_idle():
+            self._prepare(forward_batch)
         self.dense.init_forward_metadata(forward_batch)
-        mode = forward_batch.forward_mode
-        if mode.is_idle():
-            return
+
+    def _prepare(self, forward_batch: ForwardBatch) -> None:
+        """Snapshot the scheduler's tables, which it may rewrite while the layers run, and begin an extend."""
+        page_size = self.token_to_kv_pool.page_size
         # SGLang passes views of buffers that its next pass overwrites, while the selection stream may still read ours
         rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
         page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
-        if mode.is_decode():
+        if forward_batch.forward_mode.is_decode():
             self.batch = DecodeBatch(rows, seq_lens, page_table)
         else:
-            self.batch = ExtendBatch.build(
-                rows,
-                page_table,
-                list(forward_batch.extend_prefix_lens_cpu),
-                list(forward_batch.extend_seq_lens_cpu),
-                self.token_to_kv_pool.page_size,
-            )
-            self.retrieval.prepare_extend(self.batch)
+            lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
+            self.batch = ExtendBatch.build(rows, page_table, *lengths, page_size)
+
+            def host_pages(request: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+                """Not by ``rows``: SGLang's own tensor is there when its tables are, ours when the pass before has run."""
+                return self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[request], page * page_size] // page_size
+
+            self.retrieval.prepare_extend(self.batch, lambda: Prefixes.build(host_pages, *lengths, page_size, rows.device))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
@@ -70,8 +72,12 @@ class FreeKVAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a decode graph is captured or replayed: the snapshot goes where the graph reads it."""
         self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
-        self.retrieval.complete_all_transfers()  # of passes without a graph; a graph leaves none
         size = forward_batch.batch_size
+        if in_capture:
+            self.retrieval.complete_all_transfers()
+        else:
+            lengths = forward_batch.seq_lens_cpu
+            self.retrieval.prepare_replay(lengths is None or not bool((lengths[:size] % self.token_to_kv_pool.page_size).all()))
         rows, seq_lens = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
         self._snapshot(rows, seq_lens, self.page_table[:size])
         if in_capture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,6 @@ class ExtendBatch(DecodeBatch):
     Args:
         query_lens, key_lens: new tokens and all tokens of each request.
         context_starts: ``[B]`` first token row of each request in the context buffer.
-        prefix_pages, prefix_starts: ``[N]`` host pages of all prefixes and the context rows they go to.
         new_rows: ``[T]`` context row of each new token.
         full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first context row.
         last_tokens: ``[B]`` index of each request's last new token among the new tokens.
@@ -38,8 +38,6 @@ class ExtendBatch(DecodeBatch):
     query_lens: list[int]
     key_lens: list[int]
     context_starts: torch.Tensor
-    prefix_pages: torch.Tensor
-    prefix_starts: torch.Tensor
     new_rows: torch.Tensor
     full_pages: torch.Tensor
     full_starts: torch.Tensor
@@ -60,35 +58,57 @@ class ExtendBatch(DecodeBatch):
         prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
         key = prefix + query
         starts = key.cumsum(0) - key
-        prefix_owner, prefix_index = _ragged(prefix // page_size)
         full_owner, full_index = _ragged(key // page_size - prefix // page_size)
         full_index += (prefix // page_size)[full_owner]
         token_owner, token_index = _ragged(query)
-
-        def to_device(tensor: torch.Tensor) -> torch.Tensor:
-            """Without waiting for the device, which may be at work on the batch before."""
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-        def placed(owner: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            pages = page_table[to_device(owner), to_device(index)]
-            return pages, to_device(starts[owner] + index * page_size)
-
-        prefix_pages, prefix_starts = placed(prefix_owner, prefix_index)
-        full_pages, full_starts = placed(full_owner, full_index)
         return cls(
             rows=rows,
-            seq_lens=to_device(key),
+            seq_lens=_to_device(key, device),
             page_table=page_table,
             query_lens=query_lens,
             key_lens=key.tolist(),
-            context_starts=to_device(starts),
-            prefix_pages=prefix_pages,
-            prefix_starts=prefix_starts,
-            new_rows=to_device((starts + prefix)[token_owner] + token_index),
-            full_pages=full_pages,
-            full_starts=full_starts,
-            last_tokens=to_device(query.cumsum(0) - 1),
+            context_starts=_to_device(starts, device),
+            new_rows=_to_device((starts + prefix)[token_owner] + token_index, device),
+            full_pages=page_table[_to_device(full_owner, device), _to_device(full_index, device)],
+            full_starts=_to_device(starts[full_owner] + full_index * page_size, device),
+            last_tokens=_to_device(query.cumsum(0) - 1, device),
         )
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Where the prefixes of an extend batch come from and go to.
+
+    Args:
+        pages, starts: ``[N]`` host pages, and the rows of the context buffer that they go to.
+    """
+
+    pages: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def build(
+        cls,
+        host_pages: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        prefix_lens: list[int],
+        query_lens: list[int],
+        page_size: int,
+        device: torch.device,
+    ) -> Prefixes:
+        """Lay the prefixes out, in the contexts of ``ExtendBatch.build``; ``host_pages`` of logical pages: request and page number,
+        both ``[N]`` on the device."""
+        counts = torch.tensor(prefix_lens) // page_size
+        key = torch.tensor(prefix_lens) + torch.tensor(query_lens)
+        owner, index = _ragged(counts)
+        return cls(
+            pages=host_pages(_to_device(owner, device), _to_device(index, device)),
+            starts=_to_device((key.cumsum(0) - key)[owner] + index * page_size, device),
+        )
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device, which may be at work on the batch before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _ragged(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

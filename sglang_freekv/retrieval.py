@@ -7,12 +7,13 @@ that is full, and behind the attention selects for the next step what the transf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch, ExtendBatch
+from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import Misses
 from sglang_freekv.memory_pool.store import Store
@@ -73,6 +74,8 @@ class Retrieval:
         self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
+        self.settled: Handle | None = None  # of all passes but the last, if that is a graph and fills no page
+        self.scheduled: Handle | None = None  # of the scheduler's tables for the next pass
         self.counts = torch.zeros(2, self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
@@ -92,6 +95,7 @@ class Retrieval:
         """
         cache, policy, rows, seq_lens = self.cache.layers[layer], self.policy, batch.rows, batch.seq_lens
         digests, logits = self.digests.layers[layer], []
+        self.settled = None
         self.complete_transfers(layer)
 
         def score() -> None:
@@ -134,11 +138,26 @@ class Retrieval:
         in_flight.append(self.selection.submit(plan_ahead))
         return output
 
-    def prepare_extend(self, batch: ExtendBatch) -> None:
-        """Begin an extend: what the last forward pass left in flight is over before its rows and pages change hands, and the
-        first layer's prefixes are on their way."""
+    def prepare_replay(self, fills_page: bool) -> None:
+        """Before a decode graph is replayed: what passes without one left in flight is over (a graph leaves nothing).
+
+        Args:
+            fills_page: whether a request's page is full with this step. Then it is offloaded, and may be in the radix tree before it is.
+        """
         self.complete_all_transfers()
-        self.store.staging.begin(batch)
+        self.settled = None if fills_page else self.transfers.mark()
+
+    def prepare_extend(self, batch: ExtendBatch, prefixes: Callable[[], Prefixes]) -> None:
+        """Begin an extend: what the last forward pass left in flight is over before its rows and pages change hands, and the
+        first layers' prefixes are on their way; if the last pass is a graph that cannot touch them, beside that graph.
+
+        Args:
+            prefixes: lays them out, from the scheduler's tables.
+        """
+        self.complete_all_transfers()
+        behind = None if self.settled is None or self.scheduled is None else (self.settled, self.scheduled)
+        self.settled = self.scheduled = None
+        self.store.staging.begin(sum(batch.key_lens), prefixes, behind)
         self.extend_attention.plan(batch.query_lens, batch.key_lens)
         self.counts[:, batch.rows] = 0
 

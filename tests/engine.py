@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch, ExtendBatch
+from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
@@ -104,16 +104,23 @@ class Engine:
     def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(request.pages) for request in requests)
         table = torch.stack([F.pad(request.pages, (0, width - len(request.pages))) for request in requests])
-        return torch.tensor([request.row for request in requests], device=self.device), table.to(self.device)
+        return self.to_device(torch.tensor([request.row for request in requests])), self.to_device(table)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The host does not wait: a wait would hide missing edges."""
+        return tensor if self.device == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def extend(self, requests: list[Request], upto: list[int]) -> list[torch.Tensor]:
         rows, table = self._tensors(requests)
         spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
-        batch = ExtendBatch.build(rows, table, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.config.page_size)
-        self.retrieval.prepare_extend(batch)
+        lengths, size = ([a for _, a, _ in spans], [b - a for _, a, b in spans]), self.config.page_size
+        batch = ExtendBatch.build(rows, table, *lengths, size)
+        self.retrieval.prepare_extend(
+            batch, lambda: Prefixes.build(lambda request, page: table[request, page], *lengths, size, rows.device)
+        )
         outputs = [
             self.retrieval.extend(
-                layer, *(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans]).to(self.device) for x in "qkv"), batch, DIM**-0.5
+                layer, *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"), batch, DIM**-0.5
             )
             for layer in range(LAYERS)
         ]
@@ -125,12 +132,12 @@ class Engine:
         rows, table = self._tensors(requests)
         for request in requests:
             request.tokens += 1
-        batch = DecodeBatch(rows, torch.tensor([request.tokens for request in requests], device=self.device), table)
+        batch = DecodeBatch(rows, self.to_device(torch.tensor([request.tokens for request in requests])), table)
         return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, DIM**-0.5) for layer in range(LAYERS)]
 
     def new_tokens(self, layer: int, requests: list[Request]) -> list[torch.Tensor]:
         """Queries, keys and values of the last token of each request."""
-        return [torch.stack([getattr(r, x)[layer, r.tokens - 1] for r in requests]).to(self.device) for x in "qkv"]
+        return [self.to_device(torch.stack([getattr(r, x)[layer, r.tokens - 1] for r in requests])) for x in "qkv"]
 
     def run(self, steps: int) -> torch.Tensor:
         self.extend(self.requests, [request.prompt for request in self.requests])

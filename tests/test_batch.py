@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_freekv.batch import ExtendBatch
-
+from sglang_freekv.batch import ExtendBatch, Prefixes
 
 
 @given(
@@ -23,15 +22,16 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
     table = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(width)).view(-1, width) + 1
     rows = torch.arange(len(spans)) + 1
     batch = ExtendBatch.build(rows, table, prefixes, queries, page_size)
+    staged = Prefixes.build(lambda request, page: table[request, page], prefixes, queries, page_size, table.device)
 
-    tensors = ("context_starts", "prefix_pages", "prefix_starts", "new_rows", "full_pages", "full_starts", "last_tokens")
+    tensors = ("context_starts", "pages", "starts", "new_rows", "full_pages", "full_starts", "last_tokens")
     expected, context = {name: [] for name in tensors}, 0
     for request, (prefix, query) in enumerate(zip(prefixes, queries)):
         expected["context_starts"].append(context)
         for token in range(prefix + query):
             if token < prefix and token % page_size == 0:
-                expected["prefix_pages"].append(table[request, token // page_size])
-                expected["prefix_starts"].append(context)
+                expected["pages"].append(table[request, token // page_size])
+                expected["starts"].append(context)
             if token >= prefix:
                 expected["new_rows"].append(context)
                 if token % page_size == page_size - 1:
@@ -39,7 +39,8 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
                     expected["full_starts"].append(context - page_size + 1)
             context += 1
         expected["last_tokens"].append(len(expected["new_rows"]) - 1)
-    assert {name: getattr(batch, name).tolist() for name in expected} == expected
+    built = vars(batch) | vars(staged)
+    assert {name: built[name].tolist() for name in expected} == expected
     assert batch.rows is rows and batch.page_table is table and batch.query_lens == queries
     assert batch.key_lens == batch.seq_lens.tolist() == [prefix + query for prefix, query in zip(prefixes, queries)]
 

@@ -22,9 +22,12 @@ class DeferredStream:
     def __init__(self) -> None:
         self.queue = []
 
-    def submit(self, work):
+    def submit(self, work, behind=None):
         self.queue.append(work)
         return _Deferred(self, work)
+
+    def mark(self):
+        return _Deferred(self, None)
 
 
 class _Deferred:
@@ -136,6 +139,31 @@ def test_recall_after_offload_is_bit_exact():
                     assert torch.equal(resident, request.k[layer, here, head])
 
 
+@pytest.mark.parametrize("fills_page", [True, False])
+@pytest.mark.parametrize("then", ["extend", "step without a graph"])
+def test_prefixes_come_beside_the_last_pass_only_if_that_is_a_graph_that_fills_no_page(fills_page, then):
+    engine = Engine(CONFIGS["tight"], prompts=[100], steps=16, stream=InlineStream)
+    retrieval, behind = engine.retrieval, []
+    begin = retrieval.store.staging.begin
+    retrieval.store.staging.begin = lambda tokens, prefixes, points: (behind.append(points), begin(tokens, prefixes, points))
+
+    def extend(upto: int) -> bool:
+        retrieval.scheduled = retrieval.transfers.mark()
+        engine.extend(engine.requests, [upto])
+        return behind[-1] is not None
+
+    assert not extend(48), "nothing came before"
+    assert not extend(64), "an extend came before, which uses the same buffers"
+    retrieval.prepare_replay(fills_page)
+    if then == "extend":
+        assert extend(80) == (not fills_page)
+        assert not extend(100), "the graph is the last pass but one"
+    else:
+        engine.decode(engine.requests)
+        engine.requests[0].tokens = 64
+        assert not extend(100)
+
+
 def test_the_digest_check_tells_corruption_from_nan():
     engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream)
     engine.run(steps=8)
@@ -176,9 +204,9 @@ def _without_waiting_for_transfers(retrieval: Retrieval) -> None:
 def _without_waiting_for_staging(retrieval: Retrieval) -> None:
     staging, stream = retrieval.store.staging, retrieval.store.staging._stream
 
-    def stream_unordered(layer: int) -> None:
-        stream(layer)
-        staging.in_flight = type("Ignored", (), {"wait": lambda self: None})()
+    def stream_unordered(layer: int, behind=None):
+        stream(layer, behind)
+        return type("Ignored", (), {"wait": lambda self: None})()
 
     staging._stream = stream_unordered
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from functools import wraps
 from unittest import mock
 
 import pytest
 import torch
-from engine import CONFIGS, DIM, LAYERS, Engine, expected_step
+from engine import CONFIGS, DIM, LAYERS, Engine, Request, expected_step
 
-from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend
 from sglang_freekv.memory_pool.canary import FaultReader
@@ -33,14 +34,14 @@ class DelayedStream(CudaStream):
     def delay(self) -> None:
         torch.cuda._sleep(*self.random.choices(list(DELAYS), DELAYS.values()))
 
-    def submit(self, work):
+    def submit(self, work, behind=None):
         @wraps(work)
         def delayed() -> None:
             self.delay()
             work()
             self.delay()
 
-        handle = super().submit(delayed)
+        handle = super().submit(delayed, behind)
         self.delay()
         return handle
 
@@ -100,12 +101,12 @@ class CapturedEngine(Engine):
         return outputs
 
     def replay(self) -> list[torch.Tensor]:
-        self.retrieval.complete_all_transfers()
         for request in self.requests:
             request.tokens += 1
+        self.retrieval.prepare_replay(any(request.tokens % self.config.page_size == 0 for request in self.requests))
         rows, table = self._tensors(self.requests)
         self.rows[:-1], self.table[:-1] = rows, table
-        self.seq_lens[:-1] = torch.tensor([request.tokens for request in self.requests], device="cuda")
+        self.seq_lens[:-1] = self.to_device(torch.tensor([request.tokens for request in self.requests]))
         for layer in range(LAYERS):
             for static, new in zip(self.tokens[layer], self._padded(self.new_tokens(layer, self.requests))):
                 static.copy_(new)
@@ -187,6 +188,136 @@ def _replayed(stream, broken=None) -> torch.Tensor:
     return torch.stack([torch.stack(engine.replay()) for _ in range(STEPS)])
 
 
+class ScheduledEngine(CapturedEngine):
+    """Extends as SGLang's overlap loop does: a stream of the scheduler's own writes the page table, which after a graph is not
+    ordered behind it. Delays on that stream and before each graph are drawn by ``random``."""
+
+    def __init__(self, stream, generator: random.Random | None) -> None:
+        super().__init__(CONFIGS["tight"], PROMPTS, 4 * STEPS, stream, device="cuda")
+        self.random, self.schedule = generator, torch.cuda.Stream()
+        self.lookups = iter(torch.zeros((40, 1, 400), dtype=torch.int64, device="cuda"))
+        torch.cuda.synchronize()
+        self.capture()
+        self.extend(self.requests, PROMPTS)
+
+    def _delay(self) -> None:
+        if self.random is not None:
+            torch.cuda._sleep(*self.random.choices(list(DELAYS), DELAYS.values()))
+
+    def replay(self) -> list[torch.Tensor]:
+        outputs = super().replay()
+        self._delay()
+        return outputs
+
+    def hit(self, request: Request, row: int) -> list[torch.Tensor]:
+        """A newcomer with the text and all full pages of ``request`` and five tokens of its own."""
+        prefix = request.tokens // self.config.page_size * self.config.page_size
+        own = self.free_pages[-4:]
+        pages = torch.cat((request.pages[: prefix // self.config.page_size], own))
+        newcomer = Request(prefix + 5, request.total, row, pages, self.generator, tokens=prefix)
+        newcomer.q, newcomer.k, newcomer.v = request.q, request.k, request.v
+        lookup, size = next(self.lookups), self.config.page_size
+        with torch.cuda.stream(self.schedule):
+            self._delay()
+            lookup[:, : len(pages)] = self.to_device(pages)
+            self.retrieval.scheduled = self.retrieval.transfers.mark()
+        torch.cuda.current_stream().wait_stream(self.schedule)
+        rows, table = self._tensors([newcomer])
+        batch = ExtendBatch.build(rows, table, [prefix], [5], size)
+        self.retrieval.prepare_extend(
+            batch, lambda: Prefixes.build(lambda request, page: lookup[request, page], [prefix], [5], size, rows.device)
+        )
+        tokens = [[self.to_device(getattr(newcomer, x)[layer, prefix : prefix + 5]) for x in "qkv"] for layer in range(LAYERS)]
+        return [self.retrieval.extend(layer, *tokens[layer], batch, DIM**-0.5) for layer in range(LAYERS)]
+
+
+def _newcomers(stream=cuda_stream, generator=None, broken=None) -> torch.Tensor:
+    """Prefix hits between captured steps, on all pages of a request that goes on decoding, those just filled included."""
+    engine = ScheduledEngine(stream, generator)
+    if broken is not None:
+        broken(engine.retrieval)
+    row = min({*range(1, 8)} - {request.row for request in engine.requests})
+    told = []
+    for turn in range(12):
+        for _ in range(1 + turn % 3):
+            told += engine.replay()
+        told += engine.hit(engine.requests[turn % len(PROMPTS)], row)
+    engine.retrieval.complete_all_transfers()
+    return torch.cat([output.flatten() for output in told])
+
+
+def test_prefixes_come_beside_a_graph():
+    engine = ScheduledEngine(cuda_stream, None)
+    row = min({*range(1, 8)} - {request.row for request in engine.requests})
+    arrived, running = [], []
+    for _ in range(4):  # of which one fills no page
+        engine.hit(engine.requests[0], row)  # compiles
+        torch.cuda.synchronize()
+        sleep, prepared = torch.cuda._sleep, engine.retrieval.prepare_replay
+
+        def prepare_and_sleep(fills_page: bool) -> None:
+            prepared(fills_page)
+            sleep(400_000_000)
+
+        with mock.patch.object(engine.retrieval, "prepare_replay", prepare_and_sleep):
+            engine.replay()
+        graph = engine.retrieval.transfers.mark()
+        begun = engine.retrieval.store.staging.begin
+        seen = []
+
+        def begin_and_look(*args) -> None:
+            begun(*args)
+            time.sleep(0.02)
+            seen.extend((engine.retrieval.store.staging.arrived[0].event.query(), graph.event.query()))
+
+        with mock.patch.object(engine.retrieval.store.staging, "begin", begin_and_look):
+            engine.hit(engine.requests[0], row)
+        torch.cuda.synchronize()
+        arrived.append(seen[0])
+        running.append(not seen[1])
+    assert running == [True] * 4, "the host waited for the device"
+    fills = [any((request.tokens - back) % 4 == 0 for request in engine.requests) for back in (3, 2, 1, 0)]
+    assert arrived == [not fill for fill in fills] and any(arrived) and not all(arrived)
+
+
+def test_prefixes_beside_a_graph_are_those_behind_it():
+    expected = _newcomers(broken=lambda retrieval: setattr(retrieval.transfers, "mark", lambda: None))
+    assert torch.equal(_newcomers(), expected)
+    for seed in range(RUNS // 4):
+        assert torch.equal(_newcomers(delayed_streams(seed), random.Random(seed)), expected), f"run {seed} differs"
+
+
+def _without_waiting_for_the_tables(retrieval) -> None:
+    """Pages are looked up before the scheduler has written them."""
+    begin = retrieval.store.staging.begin
+    retrieval.store.staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[:1])
+
+
+def _without_waiting_for_the_pass_before_the_graph(retrieval) -> None:
+    """A context buffer is overwritten that an extend before the graph still computes on."""
+    begin = retrieval.store.staging.begin
+    retrieval.store.staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[1:])
+
+
+def _without_asking_whether_a_page_is_filled(retrieval) -> None:
+    """A page is read that the graph has yet to write."""
+    prepare = retrieval.prepare_replay
+    retrieval.prepare_replay = lambda fills_page: prepare(False)
+
+
+@pytest.mark.parametrize(
+    "remove_edge",
+    [
+        _without_waiting_for_the_tables,
+        _without_waiting_for_the_pass_before_the_graph,
+        _without_asking_whether_a_page_is_filled,
+    ],
+)
+def test_an_edge_removed_beside_a_graph_is_caught(remove_edge):
+    expected = _newcomers()
+    assert any(not torch.equal(_newcomers(delayed_streams(seed), random.Random(seed), remove_edge), expected) for seed in range(40))
+
+
 def test_flashinfer_extends_as_the_reference_does():
     pytest.importorskip("flashinfer")
     heads, group, dim, dtype = 2, 3, 64, torch.bfloat16
@@ -256,8 +387,8 @@ def _without_waiting_for_the_attention(retrieval) -> None:
     """The plan and the recall for the next step overwrite tables and slots that this step's attention has yet to read."""
     submit = retrieval.selection.submit
 
-    def too_early(work):
-        return (_unordered(submit) if work.__name__ == "plan_ahead" else submit)(work)
+    def too_early(work, behind=None):
+        return (_unordered(submit) if work.__name__ == "plan_ahead" else submit)(work, behind)
 
     retrieval.selection.submit = too_early
 
@@ -271,8 +402,8 @@ def _without_waiting_for_the_correction(retrieval) -> None:
     """Attention of kv heads that turned reads pages of the step before."""
     submit, kept = retrieval.selection.submit, []
 
-    def unawaited(work):
-        handle = submit(work)
+    def unawaited(work, behind=None):
+        handle = submit(work, behind)
         if work.__name__ != "correct":
             return handle
         kept.append(handle)
@@ -285,10 +416,10 @@ def _unordered(submit):
     """``submit`` without its own wait for the current stream; what the work submits in its turn waits."""
     wait = torch.cuda.Stream.wait_stream
 
-    def too_early(work):
+    def too_early(work, behind=None):
         passed = iter([True])
         with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: next(passed, False) or wait(self, other)):
-            return submit(work)
+            return submit(work, behind)
 
     return too_early
 

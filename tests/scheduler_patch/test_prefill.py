@@ -55,3 +55,12 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
     adder.can_run_list.clear()
     results = [prefill.bounded_contexts(admit, adder, request(tokens, prefix=tokens - 8)) for tokens in (400, 500, 101, 100)]
     assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
+
+
+@pytest.mark.parametrize("extends", [True, False])
+def test_the_scheduler_s_tables_are_marked_for_the_pass_that_reads_prefixes(extends):
+    retrieval = SimpleNamespace(scheduled=None, transfers=SimpleNamespace(mark=lambda: "here"))
+    allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(retrieval=retrieval))
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: extends))
+    prefill.mark_tables(SimpleNamespace(token_to_kv_pool_allocator=allocator), batch)
+    assert retrieval.scheduled == ("here" if extends else None)
