@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +10,15 @@ from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 BOS, EOS, USER, ASSISTANT = range(4)
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The tokenizer, the prose and the words that prompts are made of.
+
+    Words, numbers and phrases are encoded once and then joined as tokens: the tokenizer splits
+    before every leading space, digit and punctuation mark, so the joined text has the same tokens.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -27,6 +31,7 @@ class Corpus:
     sentence_tokens: np.ndarray
     sentence_starts: np.ndarray
     words: tuple[str, ...]
+    _phrases: dict[str, Tokens] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, model_directory: Path, data_directory: Path) -> "Corpus":
@@ -43,15 +48,47 @@ class Corpus:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def prose(self, rng: np.random.Generator, length: int) -> list[list[int]]:
-        """Consecutive sentences from a random start; the last is cut so that the total is exact."""
-        sentences, index = [], int(rng.integers(len(self.sentence_starts) - 1))
-        while length > 0:
-            start, end = self.sentence_starts[index : index + 2]
-            sentences.append(self._cut(self.sentence_tokens[start:end].tolist(), length))
-            length -= len(sentences[-1])
-            index = (index + 1) % (len(self.sentence_starts) - 1)
-        return sentences
+    def phrase(self, text: str) -> Tokens:
+        """The tokens of a text that recurs."""
+        if text not in self._phrases:
+            self._phrases[text] = tuple(self.encode(text))
+        return self._phrases[text]
+
+    @functools.cached_property
+    def word_tokens(self) -> tuple[Tokens, ...]:
+        return tuple(tuple(self.encode(word)) for word in self.words)
+
+    @functools.cached_property
+    def short_words(self) -> tuple[Tokens, ...]:
+        """The words of a single token."""
+        return tuple(tokens for tokens in self.word_tokens if len(tokens) == 1)
+
+    @functools.cached_property
+    def three_digits(self) -> tuple[int, ...]:
+        """The token of 000, 001, ..."""
+        return tuple(self.phrase(f"{number:03d}")[0] for number in range(1000))
+
+    def number(self, value: int) -> Tokens:
+        """A number of six digits with its leading space."""
+        return self.phrase(" ") + (self.three_digits[value // 1000], self.three_digits[value % 1000])
+
+    def prose(self, rng: np.random.Generator, length: int) -> tuple[list[int], np.ndarray]:
+        """Consecutive sentences from a random start; the last is cut so that the total is exact.
+
+        Returns:
+            ``[length]`` token ids, and where each sentence ends in them.
+        """
+        first = int(rng.integers(len(self.sentence_starts) - 1))
+        if length <= 0:
+            return [], np.zeros(1, np.int64)
+        start = int(self.sentence_starts[first])
+        laps = 1 + (start + length) // len(self.sentence_tokens)
+        ends = np.concatenate([self.sentence_starts[1:].astype(np.int64) + lap * len(self.sentence_tokens) for lap in range(laps)])
+        ends = ends[first : int(np.searchsorted(ends, start + length)) + 1] - start
+        tokens = np.take(self.sentence_tokens, np.arange(start, start + int(ends[-1])), mode="wrap").tolist()
+        last = int(ends[-2]) if len(ends) > 1 else 0
+        ends[-1] = length
+        return tokens[:last] + self._cut(tokens[last:], length - last), ends
 
     def _cut(self, sentence: list[int], length: int) -> list[int]:
         """Cuts between words, so that text and tokens agree, and fills up with one-token words."""
@@ -60,7 +97,7 @@ class Corpus:
         whole = length
         while not self.tokenizer.id_to_token(sentence[whole]).startswith("Ġ"):
             whole -= 1
-        return sentence[:whole] + self.encode(" and") * (length - whole)
+        return sentence[:whole] + list(self.phrase(" and")) * (length - whole)
 
 
 @functools.cache

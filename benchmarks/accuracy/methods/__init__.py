@@ -1,0 +1,47 @@
+"""Published methods by name: a method is one file here and one entry in ``METHODS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from method import Method
+
+from .arkvale import ArkVale
+from .clusterkv import ClusterKV
+from .freekv import FreeKV
+from .full import Full
+from .h2o import H2O
+from .infinigen import InfiniGen
+from .louiskv import LouisKV
+from .quest import Quest
+from .raas import RaaS
+from .razor import RazorAttention
+from .shadowkv import ShadowKV
+from .snapkv import SnapKV
+from .streaming_llm import StreamingLLM
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "full": Full,
+    "streaming_llm": StreamingLLM,
+    "razor": RazorAttention,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "raas": RaaS,
+    "quest": Quest,
+    "arkvale": ArkVale,
+    "shadowkv": ShadowKV,
+    "infinigen": InfiniGen,
+    "clusterkv": ClusterKV,
+    "louiskv": LouisKV,
+    "freekv": FreeKV,
+    "freekv-no-correction": partial(FreeKV, correction=False),
+    "freekv-max-pool": partial(FreeKV, pooling="max-softmax"),
+    "freekv-early-query": partial(FreeKV, early=True),
+    "freekv-unscaled": partial(FreeKV, scaled=False),
+    "freekv-tau-0.70": partial(FreeKV, tau=0.70),
+    "freekv-tau-0.80": partial(FreeKV, tau=0.80),
+    "freekv-tau-0.85": partial(FreeKV, tau=0.85),
+    "freekv-tau-0.95": partial(FreeKV, tau=0.95),
+    "freekv-tau-1.00": partial(FreeKV, tau=1.00),
+}

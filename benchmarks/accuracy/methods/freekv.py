@@ -1,0 +1,83 @@
+"""FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al., arXiv 2505.13109)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from method import Budget, Prompt, Step, Trace
+
+from .pages import Layout, Pages, grouped, min_max, similarity
+
+POOLINGS = {
+    "mean-softmax": lambda scores: scores.softmax(-1).mean(2),
+    "max-softmax": lambda scores: scores.softmax(-1).amax(2),
+    "max-scores": lambda scores: scores.amax(2),
+}
+
+
+@dataclass(frozen=True)
+class FreeKV:
+    """Each step attends to the pages that the step before selected; kv heads whose query turned select anew first (sections 3.2, 3.3).
+
+    As this project's server does it: candidates are the full pages between sink and window; the selection behind a step is for the
+    context of the next one; the first is made with the last prompt token's query.
+
+    Args:
+        tau: kv heads are corrected whose group-mean cosine with the query that selected for them is below. 1 corrects always: retrieval
+            that blocks.
+        correction: False never corrects.
+        pooling: of a group's scores, to the ranking.
+        scaled: scores over sqrt(D) before the softmax. The authors' accuracy code has them unscaled.
+        early: the query that selects, and that the similarity is with, is the step's own, made of the input of the layer before, in
+            place of the last step's.
+    """
+
+    prompt_queries: ClassVar[int] = 1
+
+    tau: float = 0.9
+    correction: bool = True
+    pooling: Literal["mean-softmax", "max-softmax", "max-scores"] = "mean-softmax"
+    scaled: bool = True
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.tau <= 1:
+            raise ValueError(f"tau {self.tau}: expected -1 to 1")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling {self.pooling}: expected one of {', '.join(POOLINGS)}")
+
+    def begin(self, prompt: Prompt, budget: Budget) -> FreeKVCache:
+        return FreeKVCache(self, prompt, Pages(prompt, Layout.of(budget), min_max))
+
+
+class FreeKVCache:
+    """``ahead``: the pages ``[B, H, K]`` selected for the next step, with the query ``previous`` ``[B, H, G, D]``."""
+
+    def __init__(self, settings: FreeKV, prompt: Prompt, pages: Pages) -> None:
+        self.settings, self.pages = settings, pages
+        self.previous = grouped(prompt.queries[:, :, -1], pages.heads)
+        self.ahead = self._select(self.previous, prompt.keys.shape[2] + 1)
+        self.trace: Trace | None = None
+
+    def attend(self, step: Step) -> torch.Tensor:
+        self.pages.append(step)
+        n, query = step.position + 1, grouped(step.query, self.pages.heads)
+        if self.settings.early:
+            self.previous = grouped(step.early_query, self.pages.heads)
+            self.ahead = self._select(self.previous, n)
+        cosines = similarity(query, self.previous)
+        corrected = cosines < self.settings.tau if self.settings.correction else torch.zeros_like(cosines, dtype=torch.bool)
+        chosen = torch.where(corrected[..., None], self._select(query, n), self.ahead)
+        output, read = self.pages.attend(step.query, chosen)
+        self.trace = replace(read, corrected=corrected, similarity=cosines)
+        if not self.settings.early:
+            self.previous, self.ahead = query, self._select(query, n + 1)
+        return output
+
+    def _select(self, query: torch.Tensor, n: int) -> torch.Tensor:
+        scores = self.pages.scores(query, n)
+        if self.settings.scaled:
+            scores = scores / query.shape[-1] ** 0.5
+        return self.pages.best(POOLINGS[self.settings.pooling](scores))

@@ -1,0 +1,204 @@
+"""What retrieval methods share: a context that keeps all tokens, what a step read of it, and pages with digests that are selected.
+
+Letters as in ``method``; N tokens or P pages of a kv head, the same number for all, C candidate pages, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from method import Budget, Prompt, Step, Trace
+
+from .gather import output, pick, weights
+
+Digest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Growing:
+    """A tensor to which slices are appended along dimension 2; ``data`` is what is there."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._buffer, self.count = data, data.shape[2]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._buffer[:, :, : self.count]
+
+    def append(self, tail: torch.Tensor) -> None:
+        """One or more slices ``[B, H, N, ...]``."""
+        end = self.count + tail.shape[2]
+        if end > self._buffer.shape[2]:
+            larger = tail.new_zeros(*tail.shape[:2], max(64, 2 * end), *tail.shape[3:])
+            larger[:, :, : self.count] = self.data
+            self._buffer = larger
+        self._buffer[:, :, self.count : end] = tail
+        self.count = end
+
+
+class Context:
+    """Keys and values of all tokens: the prompt's where they are, those of generated tokens beside them."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.prompt = keys, values
+        self.tail = Growing(keys[:, :, :0]), Growing(values[:, :, :0])
+
+    @property
+    def count(self) -> int:
+        """n"""
+        return self.prompt[0].shape[2] + self.tail[0].count
+
+    def append(self, step: Step) -> None:
+        if step.position != self.count:
+            raise ValueError(f"position {step.position}: expected {self.count}, behind the tokens that are there")
+        for tail, new in zip(self.tail, (step.key, step.value)):
+            tail.append(new[:, :, None])
+
+    def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, H, N, D]`` of each kv head's token numbers ``[B, H, N]`` or ``[N]``."""
+        return self._pick(0, tokens), self._pick(1, tokens)
+
+    def keys(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._pick(0, tokens)
+
+    def logits(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """``[B, H, G, n]`` float32 of queries ``[B, H, G, D]``."""
+        parts = (self.prompt[0], self.tail[0].data)
+        return torch.cat([query.float() @ part.float().mT for part in parts], dim=-1) * scale
+
+    def _pick(self, which: int, tokens: torch.Tensor) -> torch.Tensor:
+        prompt, tail = self.prompt[which], self.tail[which].data
+        border = prompt.shape[2]
+        picked = pick(prompt, tokens.clamp(max=border - 1))
+        if not tail.shape[2]:
+            return picked
+        generated = (tokens >= border).expand(*prompt.shape[:2], -1)[..., None]
+        return torch.where(generated, pick(tail, (tokens - border).clamp(min=0)), picked)
+
+
+class Reader:
+    """Attention over chosen tokens of a context, and the record of what each step read.
+
+    Args:
+        kept: ``[..., T] bool`` tokens of the prompt whose KV is there before the first step, broadcast to ``[B, H, T]``.
+    """
+
+    def __init__(self, context: Context, scale: float, kept: torch.Tensor) -> None:
+        self.context, self.scale = context, scale
+        self._read = kept.expand(*context.prompt[0].shape[:3])
+
+    def attend(self, query: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, Trace]:
+        """Output ``[B, Hq, D]`` of queries of that shape, and the counts.
+
+        Args:
+            tokens: ``[B, H, N]`` numbers, each at most once; the new token is one of them.
+            valid: ``[B, H, N] bool`` which of them count; None is all.
+        """
+        keys, values = self.context.take(tokens)
+        bias = None if valid is None else torch.zeros(valid.shape, device=valid.device).masked_fill_(~valid, -torch.inf)
+        return output(weights(query, keys, self.scale, bias), values), self._record(tokens, valid)
+
+    def _record(self, tokens: torch.Tensor, valid: torch.Tensor | None) -> Trace:
+        n = self.context.count
+        marked = torch.zeros(*tokens.shape[:2], n + 1, dtype=torch.bool, device=tokens.device)
+        read = marked.scatter_(-1, tokens if valid is None else tokens.where(valid, n), True)[..., :n]
+        fetched = (read[..., : n - 1] & ~self._read).sum(-1)
+        self._read = read
+        return Trace(read.sum(-1), fetched)
+
+
+def grouped(query: torch.Tensor, heads: int) -> torch.Tensor:
+    """``[B, Hq, D]`` to ``[B, H, G, D]`` float32."""
+    return query.unflatten(1, (heads, -1)).float()
+
+
+def similarity(query: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Group-mean cosine ``[B, H]`` of two ``[B, H, G, D]``."""
+    return F.cosine_similarity(query, other, dim=-1).mean(-1)
+
+
+def min_max(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quest's digest: elementwise maxima and minima ``[B, H, P, D]`` of float32 keys ``[B, H, P, S, D]``."""
+    return keys.amax(-2), keys.amin(-2)
+
+
+def cuboid_mean(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """ArkVale's digest: a box around the middle of the bounding box, as wide as keys are far from the middle in the mean."""
+    middle = (keys.amax(-2) + keys.amin(-2)) / 2
+    radius = (keys - middle[..., None, :]).abs().mean(-2)
+    return middle + radius, middle - radius
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which pages of a context are attended to whatever their score, and which compete; numbers of pages, but ``page`` in tokens."""
+
+    page: int
+    sink: int
+    window: int
+    selected: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.window < 1 or self.selected < 1:
+            raise ValueError(f"{self}: expected a window and a selection of at least one page")
+
+    @classmethod
+    def of(cls, budget: Budget) -> Layout:
+        if any(tokens % budget.page for tokens in (budget.total, budget.sink, budget.window)):
+            raise ValueError(f"{budget}: expected total, sink and window in multiples of page")
+        total, sink, window = (tokens // budget.page for tokens in (budget.total, budget.sink, budget.window))
+        return cls(budget.page, sink, window, total - sink - window)
+
+    def candidates(self, n: int) -> slice:
+        """Pages of a context of n tokens that compete; all of them are full."""
+        return slice(self.sink, max(self.sink, -(-n // self.page) - self.window))
+
+    def pinned(self, n: int, device: torch.device) -> torch.Tensor:
+        """Tokens of sink and window, in a context of n tokens."""
+        candidates = self.candidates(n)
+        tokens = torch.arange(n, device=device)
+        return torch.cat((tokens[: candidates.start * self.page], tokens[candidates.stop * self.page :]))
+
+
+class Pages:
+    """A context in pages, with a digest of each full one.
+
+    Args:
+        digest: of keys, to an upper and a lower bound.
+    """
+
+    def __init__(self, prompt: Prompt, layout: Layout, digest: Digest) -> None:
+        self.layout, self.digest, self.heads = layout, digest, prompt.keys.shape[1]
+        self.context = Context(prompt.keys, prompt.values)
+        tokens, device = prompt.keys.shape[2], prompt.keys.device
+        full = prompt.keys[:, :, : tokens // layout.page * layout.page]
+        self._bounds = [Growing(bound) for bound in digest(full.unflatten(2, (-1, layout.page)).float())]
+        kept = torch.zeros(tokens, dtype=torch.bool, device=device).index_fill_(0, layout.pinned(tokens, device), True)
+        self._reader = Reader(self.context, prompt.scale, kept)
+
+    def append(self, step: Step) -> None:
+        self.context.append(step)
+        n, page = self.context.count, self.layout.page
+        if n % page == 0:
+            filled = self.context.keys(torch.arange(n - page, n, device=step.key.device))
+            for bounds, bound in zip(self._bounds, self.digest(filled[:, :, None].float())):
+                bounds.append(bound)
+
+    def scores(self, query: torch.Tensor, n: int) -> torch.Tensor:
+        """``[B, H, G, C]`` upper bounds of q . k over each candidate page of n tokens, for queries ``[B, H, G, D]``."""
+        upper, lower = (bounds.data[:, :, self.layout.candidates(n)] for bounds in self._bounds)
+        return query.clamp(min=0) @ upper.mT + query.clamp(max=0) @ lower.mT
+
+    def best(self, ranking: torch.Tensor) -> torch.Tensor:
+        """Pages ``[B, H, K]`` of the highest ranking ``[B, H, C]`` among the candidates; of equal ones the lower number wins."""
+        order = ranking.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., : self.layout.selected] + self.layout.sink
+
+    def attend(self, query: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, Trace]:
+        """Attention ``[B, Hq, D]`` over sink, window and the pages ``[B, H, K]``."""
+        size = self.layout.page
+        pinned = self.layout.pinned(self.context.count, pages.device).expand(*pages.shape[:2], -1)
+        chosen = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(2)
+        return self._reader.attend(query, torch.cat((pinned, chosen), dim=-1))

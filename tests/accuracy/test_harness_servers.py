@@ -1,0 +1,106 @@
+"""The server half, with made-up servers: what is asked of them, and results that stand beside the offline ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy"))
+
+import grid  # noqa: E402
+import run  # noqa: E402
+import serve  # noqa: E402
+from methods.full import Full  # noqa: E402
+
+from sglang_freekv.policy import POLICIES  # noqa: E402
+from sglang_freekv.scheduler_patch.arguments import NAMES, Options, config_from  # noqa: E402
+
+ASKED = ["--tasks", "magic-number", "code-word", "--lengths", "360", "--budgets", "160", "192", "--prompts", "3"]
+COUNTS = {"context_pages": 12, "attended_pages": 5, "hits": 30, "pages_recalled": 10, "heads_corrected": 8, "decode_steps": 2}
+
+
+class MadeUp:
+    """Answers right if it is dense, and the first prompt only if not."""
+
+    def __init__(self, flags: dict, prompts: list) -> None:
+        self.flags, self.dense = flags, "--kv-retrieval" not in flags
+        self.answers = {tuple(map(int, prompt.token_ids)): prompt.answer_token_ids for prompt in prompts}
+        self.first = prompts[0]
+
+    def post(self, path: str, body: dict) -> dict:
+        assert path == "/generate" and body["sampling_params"]["temperature"] == 0
+        asked = tuple(body["input_ids"])
+        known = self.dense or asked == self.first.token_ids
+        answer = [*(int(token) for token in self.answers[asked]), 1] if known else [7, 7]
+        return {"output_ids": answer, "meta_info": {"completion_tokens": len(answer)} | ({} if self.dense else {"freekv": COUNTS})}
+
+    def get(self, path: str) -> dict:
+        return {} if self.dense else {"freekv": {"retrieval_layers": 5}}
+
+
+@pytest.fixture
+def servers(tmp_path, monkeypatch):
+    """``servers(*options)``: exit status, results, and the servers that were started."""
+    started = []
+    prompts = [prompt for task in ("magic-number", "code-word") for prompt in grid.Cell.ask(task, 360, 3, seed=0).prompts]
+
+    @contextmanager
+    def serving(flags, name, directory):
+        if "--freekv-tau" in flags and flags["--freekv-tau"] == 0.8:
+            raise RuntimeError("does not start")
+        started.append(MadeUp(flags, prompts))
+        yield started[-1]
+
+    monkeypatch.setattr(serve, "serving", serving)
+    monkeypatch.setattr(serve, "POLICIES", {"freekv": None, "another": None})
+
+    def start(*options):
+        started.clear()
+        monkeypatch.setattr(sys, "argv", ["serve.py", *ASKED, "--out", str(tmp_path), *options])
+        return serve.main(), json.loads((tmp_path / "accuracy-server.json").read_text())["results"], list(started)
+
+    return start
+
+
+def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatch, capsys):
+    status, results, started = servers("--taus", "0.7", "0.8")
+    sparse = ["freekv", "another", "freekv-no-correction", "freekv-tau-0.70"]
+    names = ["all/full", *(f"{budget}/{name}" for name in sparse for budget in (160, 192))]
+    assert sorted(results) == sorted(f"{task}/360/{name}" for name in names for task in ("magic-number", "code-word"))
+    assert status == 1 and "does not start" in capsys.readouterr().out and len(started) == len(names)
+    of = results["magic-number/360/160/freekv"]
+    assert of["scores"] == [1, 0, 0] and of["generated"][1] == 2
+    assert of["trace"]["mean"] == {"attended": 160, "fetched": 16, "corrected": 0.4}
+    assert of["trace"]["counts"] == {name: 3 * count for name, count in COUNTS.items()}
+
+    monkeypatch.setattr(sys, "argv", ["run.py", *ASKED, "--tasks", "magic-number", "--out", str(tmp_path)])
+    assert run.main({"full": Full}) == 0
+    offline = json.loads((tmp_path / "accuracy-offline.json").read_text())["results"]["magic-number/360/all/full"]
+    full = results["magic-number/360/all/full"]
+    assert all(offline[name] == full[name] for name in ("digest", "model", "dtype", "prompts", "seed", "budget"))
+    text = (tmp_path / "accuracy.md").read_text()
+    assert "| full | magic-number | 360 | - |" in text and "| freekv (server) |" in text
+
+
+def test_a_server_is_started_for_what_is_not_there(servers):
+    servers("--taus", "0.7", "--only", "*/full", "code-word/*")
+    _, _, started = servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*")
+    assert [server.flags.get("--freekv-budget") for server in started] == [160] * 3
+    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == 4
+
+
+def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
+    monkeypatch.setattr(serve, "POLICIES", POLICIES)
+    _, _, started = servers("--taus", "0.7", "--dense-layers", "2")
+    methods = {server.flags.get("--kv-retrieval") for server in started}
+    assert methods == {None, *POLICIES} and not any(flag.startswith("--freekv") for flag in started[0].flags)
+    for server in started[1:]:
+        typed = {name: value for flag, value in server.flags.items() if (name := flag.removeprefix("--").replace("-", "_")) in NAMES}
+        config = config_from(Options(**typed), server.flags["--page-size"])
+        budget = grid.budget_of(config.budget_tokens, 32)
+        assert (config.sink_tokens, config.window_tokens, config.page_size) == (budget.sink, budget.window, budget.page)
+        assert config.dense_layers == (0, 1) and ("freekv_tau" not in typed or config.tau in (0.7, serve.NEVER))
