@@ -7,7 +7,7 @@ if __name__ == "kernels":  # the checkout root is on sys.path, and someone asks 
 else:
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.misses import Misses
-    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED
+    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box, Pooling
 
     append_tokens = by_device("append", "append_tokens")
     attend_pages = by_device("attend", "attend_pages")
@@ -25,9 +25,11 @@ else:
     verify_units = by_device("checksum", "verify_units")
 
     __all__ = [
+        "Box",
         "CORRECTED",
         "HITS",
         "Misses",
+        "Pooling",
         "RECALLED",
         "append_tokens",
         "attend_pages",

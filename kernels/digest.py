@@ -1,4 +1,4 @@
-"""Digest: the elementwise max and min of the keys of full pages."""
+"""Digest: a box around the keys of full pages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.reference import Box
 
-def digest_pages(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
+
+def digest_pages(
+    keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int, box: Box = "min-max"
+) -> None:
     """As reference.digest_pages, NaN included; a program for every (page, kv head)."""
     num_heads, head_dim = keys.shape[1:]
     assert keys.stride(2) == 1 and digests.is_contiguous()
@@ -21,6 +25,7 @@ def digest_pages(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Ten
         H=num_heads,
         S=page_size,
         D=head_dim,
+        BOX=box,
         BLOCK_S=triton.next_power_of_2(page_size),
         BLOCK_D=triton.next_power_of_2(head_dim),
     )
@@ -39,6 +44,7 @@ def _digest_kernel(
     H: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    BOX: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -53,6 +59,10 @@ def _digest_kernel(
     b_keys = tl.load(p_keys + o_rows, mask=m_s & (o_d[None, :] < D), other=0).to(tl.float32)
     b_max = tl.reduce(tl.where(m_s, b_keys, float("-inf")), 0, _larger)
     b_min = tl.reduce(tl.where(m_s, b_keys, float("inf")), 0, _smaller)
+    if BOX == "cuboid-mean":
+        b_centre = (b_max.to(tl.float64) + b_min.to(tl.float64)) / 2
+        b_radius = tl.sum(tl.where(m_s, tl.abs(b_keys.to(tl.float64) - b_centre[None, :]), 0.0), 0) / S
+        b_max, b_min = (b_centre + b_radius).to(tl.float32), (b_centre - b_radius).to(tl.float32)
     p_digest = p_digests + (i_page * H + i_head) * (2 * D) + o_d
     tl.store(p_digest, b_max, mask=o_d < D)
     tl.store(p_digest + D, b_min, mask=o_d < D)

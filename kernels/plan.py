@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.misses import Misses
-from sglang_freekv.kernels.reference import HITS, RECALLED
+from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
 
 COMPARED = 16384  # pairs of a page and a slot that are compared at once: 64 for each thread of the narrowest kernel at most
@@ -27,6 +27,7 @@ def plan_pages(
     misses: Misses,
     counts: torch.Tensor,
     page_size: int,
+    pooling: Pooling = "softmax-mean",
 ) -> None:
     """As reference.plan_pages; one program for each request and kv head.
 
@@ -36,7 +37,7 @@ def plan_pages(
     assert slot_pages.shape[2] < 1 << 15 and attended.shape[2] < 1 << 15  # two counts share a word
     num_kv_heads = slot_pages.shape[1]
     notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
-    compiled = compiled_for(logits, slot_pages, attended, budget, page_size)
+    compiled = compiled_for(logits, slot_pages, attended, budget, page_size, pooling)
     _plan_pages[num_requests, num_kv_heads](
         logits,
         rows,
@@ -87,6 +88,7 @@ def _plan_pages(
     H: tl.constexpr,
     G: tl.constexpr,
     G_BLOCK: tl.constexpr,
+    POOLING: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     A: tl.constexpr,
@@ -112,11 +114,11 @@ def _plan_pages(
     b_page = tl.load(p_table, mask=o_c < C, other=-1)
     num_candidates = num_pages - WINDOW - SINK
     if num_candidates <= P_FEW:
-        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, C > A, P_FEW)
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_FEW)
     elif num_candidates <= P_MANY:
-        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, C > A, P_MANY)
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_MANY)
     else:
-        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, C > A, P_BLOCK)
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_BLOCK)
     num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
 
     # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
@@ -183,12 +185,13 @@ def _choose(
     WINDOW: tl.constexpr,
     G: tl.constexpr,
     G_BLOCK: tl.constexpr,
+    POOLING: tl.constexpr,
     WEIGHTS: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
     """Note the chosen candidates in ascending order, and if someone asks the weights of all."""
     o_p = SINK + tl.arange(0, P_BLOCK)
-    b_weight, m_chosen = weigh_and_choose(p_group, SINK, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
+    b_weight, m_chosen = weigh_and_choose(p_group, SINK, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, P_BLOCK)
     b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
     tl.store(p_chosen + b_rank, o_p, mask=m_chosen)
     if WEIGHTS:

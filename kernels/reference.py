@@ -12,6 +12,7 @@ Row 0 is padding: requests of that row are passed over, and their attention outp
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +24,31 @@ HITS, RECALLED, CORRECTED = range(3)
 SPREAD = 0x9E3779B1 - (1 << 32)  # an odd number near 2 ** 32 over the golden ratio, as int32: neighbours get weights far apart
 FAINT = -3.0e38
 
+Pooling = Literal["softmax-mean", "mean", "max"]  # of a group's logits, to the weight of a page
+Box = Literal["min-max", "cuboid-mean"]  # around the keys of a page
 
-def digest_pages(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
-    """Summarise full pages by the elementwise max and min of their keys (paper section 3.2).
+
+def digest_pages(
+    keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int, box: Box = "min-max"
+) -> None:
+    """Summarise full pages by a box around their keys.
 
     Args:
         keys: ``[T, H, D]`` token rows to read.
         starts: ``[N, H]`` row of each page's first token, per kv head.
         host_pages: ``[N]`` host page whose digest is written, -1 to skip.
-        digests: ``[n_page, H, 2, D]`` maxima then minima, in the dtype of the keys; written in place.
+        digests: ``[n_page, H, 2, D]`` upper then lower corners, in the dtype of the keys; written in place.
+        box: "min-max", the elementwise max and min (paper section 3.2); or "cuboid-mean" (ArkVale), around the centre of that as far as
+            the keys are from it in the mean, summed in float64, so that a digest is the same in whatever order its keys are added.
     """
     chosen = (host_pages >= 0).nonzero().squeeze(1)
     pages = _gather_pages(keys, starts[chosen], page_size)
-    digests[host_pages[chosen]] = torch.stack((pages.amax(2), pages.amin(2)), dim=2)
+    upper, lower = pages.amax(2), pages.amin(2)
+    if box == "cuboid-mean":
+        centre = (upper.double() + lower.double()) / 2
+        radius = (pages.double() - centre[:, :, None]).abs().sum(2) / page_size
+        upper, lower = centre + radius, centre - radius
+    digests[host_pages[chosen]] = torch.stack((upper, lower), dim=2).to(digests.dtype)
 
 
 def offload_pages(
@@ -272,18 +285,27 @@ def score_pages(
     return (bound / head_dim**0.5).flatten(1, 2)
 
 
-def select_pages(logits: torch.Tensor, tokens: torch.Tensor, budget: PageBudget, num_kv_heads: int, page_size: int):
-    """Weigh candidate pages for every kv head, and take the heaviest; of equal weights the earlier page (paper section 3.2).
+def select_pages(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    budget: PageBudget,
+    num_kv_heads: int,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weigh candidate pages for every kv head, and take the heaviest; of equal weights the earlier page.
 
-    The weight is the softmax over the candidates, averaged over the group: in logarithms, because far pages would underflow
-    to equal weights. It is part of :func:`plan_pages` and :func:`seed_slots`.
+    It is part of :func:`plan_pages` and :func:`seed_slots`.
 
     Args:
         logits: ``[B, Hq, P]`` of :func:`score_pages`.
         tokens: ``[B]`` tokens of context.
+        pooling: the weight of a page. "softmax-mean": the softmax over the candidates, averaged over the group (paper section 3.2); in
+            logarithms, because far pages would underflow to equal weights. "mean", "max": of the group's logits as they are. What
+            overflowed has no say.
 
     Returns:
-        ``(weights, order, required)``: ``[B, H, P]`` float32 logarithms, -inf where a page is no candidate; ``[B, H, P]`` pages from
+        ``(weights, order, required)``: ``[B, H, P]`` float32, -inf where a page is no candidate; ``[B, H, P]`` pages from
         heavy to light; ``[B, H, P]`` bool, pages of the sink, the window, and those chosen.
     """
     pages = torch.arange(logits.shape[2], device=logits.device)
@@ -292,9 +314,7 @@ def select_pages(logits: torch.Tensor, tokens: torch.Tensor, budget: PageBudget,
     candidate = ((pages >= budget.sink) & (pages < end))[:, None]
     fixed = (pages < num_pages) & ((pages < budget.sink) | (pages >= end))
     grouped = logits.unflatten(1, (num_kv_heads, -1)).masked_fill(~candidate[:, None], float("-inf"))
-    shares = grouped.log_softmax(-1).nan_to_num(nan=FAINT).clamp(min=FAINT)  # a query head that overflowed has no say
-    weights = shares.logsumexp(2) - math.log(grouped.shape[2])
-    weights = weights.masked_fill(~candidate, float("-inf"))
+    weights = _pool(grouped, pooling).masked_fill(~candidate, float("-inf"))
     order = weights.sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order[..., : budget.selected], True) & candidate
     return weights, order, chosen | fixed[:, None]
@@ -308,6 +328,7 @@ def seed_slots(
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     page_size: int,
+    pooling: Pooling = "softmax-mean",
 ) -> None:
     """Begin a row afresh: what the first decode step attends to, and in the slots that are left the next best pages.
 
@@ -317,9 +338,10 @@ def seed_slots(
         seq_lens: ``[B]`` tokens of context; the next one may begin a page, which gets its slot here.
         slot_pages: ``[R, H, C]`` int32, written: logical page in each slot, in ascending order, then -1.
         attended: ``[R, H, A]`` int32, written: slots of the pages to attend to, in ascending order, then -1.
+        pooling: as :func:`select_pages`.
     """
     num_kv_heads, capacity = slot_pages.shape[1:]
-    weights, order, required = select_pages(logits, seq_lens + 1, budget, num_kv_heads, page_size)
+    weights, order, required = select_pages(logits, seq_lens + 1, budget, num_kv_heads, page_size, pooling)
     extra = budget.selected + capacity - budget.total
     resident = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf")))
     real = rows > 0
@@ -343,6 +365,7 @@ def plan_pages(
     misses: Misses,
     counts: torch.Tensor,
     page_size: int,
+    pooling: Pooling = "softmax-mean",
 ) -> None:
     """Select pages and give each a slot: keep what is resident, put what is missing where nothing is required.
 
@@ -361,10 +384,11 @@ def plan_pages(
         misses: receives the pages to recall; a page about to begin has no content and is not among them.
         counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident. A corrected kv head
             selects twice with one query; its hits count when it is corrected.
+        pooling: as :func:`select_pages`.
     """
     num_kv_heads, capacity = slot_pages.shape[1:]
     heads = ((rows > 0)[:, None] & (turned | ahead)).nonzero(as_tuple=True)
-    weights, _, required = select_pages(logits, seq_lens + ahead, budget, num_kv_heads, page_size)
+    weights, _, required = select_pages(logits, seq_lens + ahead, budget, num_kv_heads, page_size, pooling)
     b, h = heads
     weights, required, table = weights[heads], required[heads], slot_pages[rows[b], h].long()
 
@@ -478,6 +502,17 @@ def snapshot_pages(
     begun = (first <= seq_lens[:, None]) & (first < req_to_token.shape[1])
     tokens = req_to_token[rows[:, None], first.clamp(max=req_to_token.shape[1] - 1)]
     page_table.copy_((tokens // page_size).where(begun, 0))
+
+
+def _pool(logits: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """``[B, H, P]`` weights of ``[B, H, G, P]`` logits, all finite."""
+    if pooling == "softmax-mean":
+        shares = logits.log_softmax(-1).nan_to_num(nan=FAINT).clamp(min=FAINT)
+        return shares.logsumexp(2) - math.log(logits.shape[2])
+    finite = logits.abs() < -FAINT
+    if pooling == "mean":
+        return (logits.where(finite, 0) / logits.shape[2]).sum(2)
+    return logits.where(finite, FAINT).amax(2)
 
 
 def _mixed(number: int) -> int:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels.reference import Pooling
 from sglang_freekv.kernels.select import compiled_for, heaviest, weigh_and_choose
 
 
@@ -18,6 +19,7 @@ def seed_slots(
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     page_size: int,
+    pooling: Pooling = "softmax-mean",
 ) -> None:
     """As reference.seed_slots; one program for each request and kv head."""
     num_pages = logits.shape[2]
@@ -29,7 +31,7 @@ def seed_slots(
         attended,
         num_pages,
         EXTRA=budget.selected + slot_pages.shape[2] - budget.total,
-        **compiled_for(logits, slot_pages, attended, budget, page_size),
+        **compiled_for(logits, slot_pages, attended, budget, page_size, pooling),
     )
 
 
@@ -48,6 +50,7 @@ def _seed_slots(
     H: tl.constexpr,
     G: tl.constexpr,
     G_BLOCK: tl.constexpr,
+    POOLING: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     A: tl.constexpr,
@@ -66,11 +69,11 @@ def _seed_slots(
     p_table = p_slot_pages + (row * H + i_h) * C
     p_list = p_attended + (row * H + i_h) * A
     if num_pages <= P_FEW:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_FEW, C_BLOCK, A_BLOCK)
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C, A, P_FEW, C_BLOCK, A_BLOCK)
     elif num_pages <= P_MANY:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_MANY, C_BLOCK, A_BLOCK)
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C, A, P_MANY, C_BLOCK, A_BLOCK)
     else:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, C, A, P_BLOCK, C_BLOCK, A_BLOCK)
+        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C, A, P_BLOCK, C_BLOCK, A_BLOCK)
 
 
 @triton.jit
@@ -86,6 +89,7 @@ def _seed(
     WINDOW: tl.constexpr,
     G: tl.constexpr,
     G_BLOCK: tl.constexpr,
+    POOLING: tl.constexpr,
     C: tl.constexpr,
     A: tl.constexpr,
     P_BLOCK: tl.constexpr,
@@ -93,7 +97,7 @@ def _seed(
     A_BLOCK: tl.constexpr,
 ):
     """The row of one kv head."""
-    b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, P_BLOCK)
+    b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, P_BLOCK)
     o_p = tl.arange(0, P_BLOCK)
     m_required = m_chosen | ((o_p < tl.minimum(num_pages, P)) & ((o_p < SINK) | (o_p >= num_pages - WINDOW)))
     m_resident = m_required | heaviest(b_weight, tl.maximum(tl.minimum(num_pages - WINDOW, P) - SINK, 0), EXTRA)

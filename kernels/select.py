@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels.reference import Pooling
 
 # Weights are ordered as integers, none of them below LIGHTEST; EXCLUDED takes no part in a choice.
 EXCLUDED = tl.constexpr(-(2**31))
@@ -18,8 +19,8 @@ BLOCKS = (1024, 4096)  # a context of no more candidates takes a shorter way thr
 
 
 def compiled_for(
-    logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int
-) -> dict[str, int]:
+    logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int, pooling: Pooling
+) -> dict[str, int | str | None]:
     """What kernels that select are compiled for."""
     block = triton.next_power_of_2(logits.shape[2])
     group = logits.shape[1] // slot_pages.shape[1]
@@ -30,6 +31,7 @@ def compiled_for(
         "H": slot_pages.shape[1],
         "G": group,
         "G_BLOCK": triton.next_power_of_2(group),
+        "POOLING": pooling,
         "S": page_size,
         "C": slot_pages.shape[2],
         "A": attended.shape[2],
@@ -54,12 +56,26 @@ def weigh_and_choose(
     WINDOW: tl.constexpr,
     G: tl.constexpr,
     G_BLOCK: tl.constexpr,
+    POOLING: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
-    """Weights of reference.select_pages for the pages from ``first`` on, as integers and without the share 1 / G that all have; and
-    which are chosen."""
+    """Weights of reference.select_pages for the pages from ``first`` on, as integers and without what all have in common; and which are
+    chosen."""
     o_p = first + tl.arange(0, P_BLOCK)
     m_candidate = (o_p >= SINK) & (o_p < tl.minimum(num_pages - WINDOW, P))
+    if POOLING == "softmax-mean":
+        b_weight = _softmax_mean(p_logits, o_p, m_candidate, P, G, G_BLOCK, P_BLOCK)
+    else:
+        b_weight = _pooled_logits(p_logits, o_p, m_candidate, P, G, POOLING)
+    b_bits = b_weight.to(tl.int32, bitcast=True)
+    b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
+    free = tl.maximum(tl.minimum(num_pages - WINDOW, P) - SINK, 0)
+    return b_order, heaviest(b_order, free, SELECTED)
+
+
+@triton.jit
+def _softmax_mean(p_logits, o_p, m_candidate, P, G: tl.constexpr, G_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr):
+    """The mean over the group of the softmax over the candidates, in logarithms and without the share 1 / G."""
     if G_BLOCK * P_BLOCK <= 16384:  # the whole group at once
         o_g = tl.arange(0, G_BLOCK)[:, None]
         b_logits = tl.load(p_logits + o_g * P + o_p[None, :], mask=(o_g < G) & m_candidate[None, :], other=float("-inf"))
@@ -80,11 +96,21 @@ def weigh_and_choose(
             b_less = tl.exp(tl.minimum(b_logit, b_top) - tl.maximum(b_logit, b_top))
             b_sum = tl.where(b_logit > b_top, b_sum * b_less + 1, b_sum + b_less)
             b_top = tl.maximum(b_logit, b_top)
-    b_weight = b_top + tl.log(b_sum)
-    b_bits = b_weight.to(tl.int32, bitcast=True)
-    b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
-    free = tl.maximum(tl.minimum(num_pages - WINDOW, P) - SINK, 0)
-    return b_order, heaviest(b_order, free, SELECTED)
+    return b_top + tl.log(b_sum)
+
+
+@triton.jit
+def _pooled_logits(p_logits, o_p, m_candidate, P, G: tl.constexpr, POOLING: tl.constexpr):
+    """The mean over the group of the logits as they are, or the greatest of them; what overflowed has no say."""
+    b_weight = tl.full(o_p.shape, 0.0 if POOLING == "mean" else FAINT, tl.float32)
+    for g in tl.static_range(G):
+        b_logit = tl.load(p_logits + g * P + o_p, mask=m_candidate, other=0.0)
+        m_finite = tl.abs(b_logit) < -FAINT
+        if POOLING == "mean":
+            b_weight += tl.where(m_finite, b_logit / G, 0.0)
+        else:
+            b_weight = tl.maximum(b_weight, tl.where(m_finite, b_logit + 0.0, FAINT))  # -0 becomes 0, which it ties with
+    return b_weight
 
 
 @triton.jit

@@ -12,15 +12,13 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import BACKEND_NAME, CANARIES, DEFAULT_PAGE_SIZE, GIB, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, CANARIES, DEFAULT_PAGE_SIZE, GIB, HOST_LAYOUTS, METHODS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.policy import POLICIES
 from sglang_freekv.scheduler_patch import cpu, refusals
 from sglang_freekv.scheduler_patch.refusals import typed
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("none", *POLICIES)
 DEFAULTS = FreeKVConfig()
 
 ABOUT = (
@@ -30,8 +28,10 @@ ABOUT = (
 )
 FLAGS = {
     "kv_retrieval": {
-        "choices": METHODS,
-        "help": "KV retrieval method. Default: none, SGLang as it is. The --freekv-* flags need freekv.",
+        "choices": ("none", *METHODS),
+        "help": "KV retrieval method. Default: none, SGLang as it is. freekv selects pages a step ahead and recalls them beside the "
+        "computation. quest and arkvale select with the query of every step, which waits for what it recalls; to be measured against. The "
+        "--freekv-* flags need one of these.",
     },
     "freekv_budget": {
         "type": int,
@@ -56,7 +56,7 @@ FLAGS = {
         "metavar": "COSINE",
         "help": "A kv head whose query is less similar than this to that of the step before selects and recalls before it "
         f"attends, not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, "
-        "below -1 never.",
+        "below -1 never. quest and arkvale have none: there it is always so.",
     },
     "freekv_device_cache": {
         "type": int,
@@ -152,10 +152,10 @@ def init(original, self: ServerArgs, *args, **kwargs) -> None:
         original(self, **kwargs)
     except (AssertionError, ValueError):
         if "model_config" in vars(self):  # SGLang's message lists backends that this model needs; ours says why
-            refusals.refuse_model(self.model_config)
+            refusals.refuse_model(self.model_config, config.method)
         raise
     if self.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
-        refusals.refuse_model(self.get_model_config())
+        refusals.refuse_model(self.get_model_config(), config.method)
         refusals.refuse_resolved(self, config)
     object.__setattr__(self, "_freekv", config)
 
@@ -171,15 +171,13 @@ def _refuse_idle_options(options: Options, kwargs: dict) -> None:
             raise Refusal(f"{typed(name)}: it has no effect without --kv-retrieval freekv; add that, or leave it out")
     if kwargs.get("attention_backend") == BACKEND_NAME:
         raise Refusal(
-            "--attention-backend freekv: it is part of --kv-retrieval freekv, which is not given; use that flag "
+            "--attention-backend freekv: it is part of --kv-retrieval, which is not given; use that flag "
             "(a copy of ServerArgs made field by field loses it)"
         )
 
 
 def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
     """Refuses what the options alone tell, fills in what FreeKV needs of SGLang, and readies this process."""
-    if options.kv_retrieval not in METHODS:
-        raise Refusal(f"--kv-retrieval {options.kv_retrieval}: expected one of {', '.join(METHODS)}; use freekv")
     asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
     asked.device = cpu.usable_device(asked.device)
     page_size = _tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
@@ -214,8 +212,8 @@ def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVCon
         share = host_memory.default_host_pool_bytes(room.num_bytes, ranks, asked.device)
         if share < host_memory.LEAST_BYTES:
             raise Refusal(
-                f"--kv-retrieval freekv: {room.bound} has {room.num_bytes / GIB:.2f} GiB of host memory left, too little for the KV of "
-                f"{ranks} rank(s); {room.remedy}, or set --freekv-host-memory"
+                f"--kv-retrieval {config.method}: {room.bound} has {room.num_bytes / GIB:.2f} GiB of host memory left, too little for the "
+                f"KV of {ranks} rank(s); {room.remedy}, or set --freekv-host-memory"
             )
         return replace(config, host_memory_gib=share / GIB)
     refusals.refuse_host_memory(config.host_memory_gib, ranks, room)
@@ -235,7 +233,7 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
         budget_tokens=budget,
         sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens, 1),
         window_tokens=edge("freekv_window", DEFAULTS.window_tokens, 2),
-        tau=_number("freekv_tau", options.freekv_tau, DEFAULTS.tau),
+        tau=_number("freekv_tau", options.freekv_tau, None),
         device_cache_tokens=_tokens("freekv_device_cache", options.freekv_device_cache, None),
         dense_layers=_layers(options.freekv_dense_layers),
         host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),

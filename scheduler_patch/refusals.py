@@ -57,7 +57,7 @@ FLAGS = (
     Flag("enable_lmcache", (False,), ON_HOST),
     Flag("enable_flexkv", (False,), ON_HOST),
     Flag("kv_canary", ("none",), ON_HOST),
-    Flag("enable_hisparse", (False,), "it retrieves KV itself, for natively sparse models; choose it or --kv-retrieval freekv"),
+    Flag("enable_hisparse", (False,), f"it retrieves KV itself, for natively sparse models; leave it out, {OFF}"),
     Flag("enable_mixed_chunk", (False,), "prefill and decode read KV from different places and share no batch; leave it out"),
     Flag("pp_size", (1,), f"pipeline parallelism is not supported so far; use --tp-size, {OFF}"),
     Flag("enable_dp_attention", (False,), f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"),
@@ -131,7 +131,7 @@ RESOLVED_RULES = (
     ),
     Rule(
         lambda s, m, c: set(s.get_attention_backends()) != {BACKEND_NAME},
-        "--kv-retrieval freekv: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
+        "--kv-retrieval {c.method}: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
     ),
     Rule(
         lambda s, m, c: s.page_size != c.page_size,
@@ -169,12 +169,12 @@ def refuse_flags(asked: SimpleNamespace) -> None:
             raise Refusal(f"{typed(name)}{'' if value is True else f' {value}'}: {otherwise}")
 
 
-def refuse_model(model) -> None:
+def refuse_model(model, method: str = "freekv") -> None:
     """Raises the Refusal of the first property of the model that FreeKV does not serve."""
     for rule in MODEL_RULES:
         if rule.applies(model):
             name = model.hf_config.architectures[0]
-            raise Refusal(f"--kv-retrieval freekv does not serve {name}: {rule.message.format(m=model)}; use --kv-retrieval none")
+            raise Refusal(f"--kv-retrieval {method} does not serve {name}: {rule.message.format(m=model)}; use --kv-retrieval none")
 
 
 def refuse_resolved(server_args, config: FreeKVConfig) -> None:

@@ -142,4 +142,4 @@ def _check_layer(layer: RadixAttention) -> None:
         "keys and values of different width": layer.qk_head_dim != layer.v_head_dim,
     }
     if found := [name for name, present in unlike.items() if present]:
-        raise Refusal(f"--kv-retrieval freekv: layer {layer.layer_id} uses {found[0]}, which is not supported; use --kv-retrieval none")
+        raise Refusal(f"--kv-retrieval: layer {layer.layer_id} uses {found[0]}, which is not supported; use --kv-retrieval none")

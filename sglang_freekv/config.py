@@ -8,6 +8,7 @@ from typing import NamedTuple
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
+METHODS = {"freekv": 0.9, "quest": None, "arkvale": None}  # default tau; None: all kv heads are corrected in every step
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # units to a unit that is examined; 0 is none
@@ -40,12 +41,13 @@ class FreeKVConfig:
     """Settings of KV retrieval for one engine.
 
     Args:
-        method: retrieval policy, a key of ``policy.POLICIES``.
+        method: retrieval policy, a key of ``METHODS``.
         budget_tokens: tokens of KV per request and kv head that attention reads in one decode step.
         sink_tokens: first tokens of the context, always attended to.
         window_tokens: last tokens of the context (the partial last page included), always attended to; at least two pages.
         tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
-            (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is.
+            (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is. None becomes the method's default,
+            and stays None with a method that has no threshold.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
             what a step attends to need no recall when they are selected again. None is the budget.
         dense_layers: layers whose KV is not compressed and stays on the device in full.
@@ -63,7 +65,7 @@ class FreeKVConfig:
     budget_tokens: int = 2048
     sink_tokens: int = 512
     window_tokens: int = 512
-    tau: float = 0.9
+    tau: float | None = None
     device_cache_tokens: int | None = None
     dense_layers: tuple[int, ...] = (0,)
     host_memory_gib: float | None = None
@@ -73,6 +75,8 @@ class FreeKVConfig:
     canary: str = "off"
 
     def __post_init__(self) -> None:
+        if self.method not in tuple(METHODS):
+            raise Refusal(f"--kv-retrieval {self.method}: expected one of none, {', '.join(METHODS)}; use freekv")
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
         for name, least in (("budget", 4), ("sink", 0), ("window", 2)):
@@ -103,7 +107,14 @@ class FreeKVConfig:
         for name, allowed in (("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", tuple(CANARIES))):
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
-        if self.tau != self.tau:
+        if self.tau is None:
+            object.__setattr__(self, "tau", METHODS[self.method])
+        elif METHODS[self.method] is None:
+            raise Refusal(
+                f"--freekv-tau {self.tau:g}: expected none with --kv-retrieval {self.method}, which corrects every kv head in every step; "
+                "leave it out, or use --kv-retrieval freekv"
+            )
+        elif self.tau != self.tau:
             raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
         if any(layer < 0 for layer in self.dense_layers):
             raise Refusal(

@@ -140,11 +140,12 @@ class FreeKVPool(MHATokenToKVPool):
     def activation_line(self) -> str:
         """The line that tells a log's reader that retrieval is on, and with what."""
         facts, config = self.describe(), self.config
+        threshold = "no tau, every kv head is corrected" if config.tau is None else f"tau {config.tau:g}"
         gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
         return (
             f"KV retrieval is on: {config.method}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
             f"selected {config.pages.selected * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
-            f"tau {config.tau:g}; host pool {gib['host_bytes']} for {self.size} tokens; "
+            f"{threshold}; host pool {gib['host_bytes']} for {self.size} tokens; "
             f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"

@@ -5,19 +5,27 @@ A policy decides pages; the engine moves them. A published method is one class h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig, PageBudget
+from sglang_freekv.kernels import Box, Pooling
 
 
 class RetrievalPolicy(Protocol):
-    """What the engine asks of a method. All tensors as in ``kernels.reference``."""
+    """What the engine asks of a method. All tensors as in ``kernels.reference``.
+
+    Args:
+        pooling: how a group's logits become the one weight by which its kv head selects.
+    """
+
+    pooling: ClassVar[Pooling]
 
     def digest_shape(self, head_dim: int) -> tuple[int, ...]:
         """Shape of the digest of one (page, kv head)."""
@@ -35,32 +43,68 @@ class RetrievalPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class FreeKV:
-    """FreeKV (ICLR 2026): min-max digests, group-mean softmax scores, correction by query similarity.
+class Boxes:
+    """What these methods share: a page is summarised by a box around its keys, and scored by the largest logit of a key inside it.
 
     Args:
         budget: sink and window bound the candidates.
         page_size: S.
-        tau: correction threshold (section 3.3).
     """
+
+    box: ClassVar[Box] = "min-max"
 
     budget: PageBudget
     page_size: int
-    tau: float
 
     def digest_shape(self, head_dim: int) -> tuple[int, ...]:
         return (2, head_dim)
 
     def digest(self, keys, starts, host_pages, digests, page_size) -> None:
-        kernels.digest_pages(keys, starts, host_pages, digests, page_size)
+        kernels.digest_pages(keys, starts, host_pages, digests, page_size, self.box)
 
     def score(self, queries, digests, batch) -> torch.Tensor:
         return kernels.score_pages(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
+
+
+@dataclass(frozen=True)
+class FreeKV(Boxes):
+    """FreeKV (ICLR 2026): min-max digests, group-mean softmax scores, correction by query similarity.
+
+    Args:
+        tau: correction threshold (section 3.3).
+    """
+
+    pooling: ClassVar[Pooling] = "softmax-mean"
+
+    tau: float
 
     def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         return kernels.needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads)
 
 
+@dataclass(frozen=True)
+class Quest(Boxes):
+    """Quest (ICML 2024): min-max digests, and in every step the pages that its own query selects: all kv heads are corrected.
+
+    The paper selects for each query head. The heads of a group share here what is best for one of them, by the maximum of their scores.
+    """
+
+    pooling: ClassVar[Pooling] = "max"
+
+    def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
+        return kernels.needs_correction(queries, rows, previous, math.inf, counts, num_kv_heads)
+
+
+@dataclass(frozen=True)
+class ArkVale(Quest):
+    """ArkVale (NeurIPS 2024): cuboid-mean digests and the mean of a group's scores; like Quest, in every step what its query selects."""
+
+    box: ClassVar[Box] = "cuboid-mean"
+    pooling: ClassVar[Pooling] = "mean"
+
+
 POLICIES: dict[str, Callable[[FreeKVConfig], RetrievalPolicy]] = {
     "freekv": lambda config: FreeKV(config.pages, config.page_size, config.tau),
+    "quest": lambda config: Quest(config.pages, config.page_size),
+    "arkvale": lambda config: ArkVale(config.pages, config.page_size),
 }

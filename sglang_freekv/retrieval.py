@@ -50,7 +50,7 @@ class Retrieval:
 
     Args:
         config: budget, sink and window.
-        policy: digests, scores, correction.
+        policy: digests, scores and their pooling, correction.
         store: host pool, digests and device cache.
         selection: the stream of corrections, and of what precedes recall: digests, offload of a filled page, scores, plans.
         transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
@@ -225,6 +225,7 @@ class Retrieval:
             self.ahead[layer] if when == AHEAD else self.corrected,
             self.counts[when],
             self.config.page_size,
+            self.policy.pooling,
         )
 
     def _seed(
@@ -234,7 +235,14 @@ class Retrieval:
         cache, config = self.cache.layers[layer], self.config
         logits = self.policy.score(queries, self.digests.layers[layer], batch)
         kernels.seed_slots(
-            logits, batch.rows, batch.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size
+            logits,
+            batch.rows,
+            batch.seq_lens,
+            config.pages,
+            cache.slot_pages,
+            cache.attended,
+            config.page_size,
+            self.policy.pooling,
         )
         cache.previous_queries[batch.rows] = queries
         kernels.fill_pages(

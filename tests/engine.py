@@ -1,4 +1,4 @@
-"""The retrieval engine on random requests, and the paper's semantics for them written as loops."""
+"""The retrieval engine on random requests, and what the papers say of them written as loops."""
 
 from __future__ import annotations
 
@@ -55,8 +55,13 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
         return set()
     keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
     q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
-    scores = torch.maximum(q * keys.amax(1), q * keys.amin(1)).sum(-1) / DIM**0.5
-    pooled = scores.softmax(-1).mean(0)
+    upper, lower = keys.amax(1), keys.amin(1)
+    if config.method == "arkvale":
+        centre = (upper + lower) / 2
+        radius = (keys - centre[:, None]).abs().mean(1)
+        upper, lower = centre + radius, centre - radius
+    scores = torch.maximum(q * upper, q * lower).sum(-1) / DIM**0.5
+    pooled = {"freekv": scores.softmax(-1).mean(0), "quest": scores.amax(0), "arkvale": scores.mean(0)}[config.method]
     return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.pages.selected].tolist()}
 
 
@@ -68,7 +73,7 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
         chosen = request.speculative.get((layer, head))
         if n == request.prompt + 1:
             chosen = choose(config, request, layer, head, n - 2, n)
-        if F.cosine_similarity(now, before, dim=-1).mean() < config.tau:
+        if config.method != "freekv" or F.cosine_similarity(now, before, dim=-1).mean() < config.tau:
             chosen, corrected = choose(config, request, layer, head, n - 1, n), corrected + 1
         pages = -(-n // size)
         attended = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window} | chosen
@@ -157,4 +162,9 @@ CONFIGS = {
     ),
     "nhd": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), host_layout="nhd"),
     "canary": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), canary="full"),
+    "quest": FreeKVConfig("quest", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()),
+    "arkvale": FreeKVConfig("arkvale", budget_tokens=40, sink_tokens=0, window_tokens=16, page_size=8, dense_layers=()),
+    "arkvale-slack": FreeKVConfig(
+        "arkvale", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=(), device_cache_tokens=64
+    ),
 }

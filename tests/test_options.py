@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, HOST_LAYOUTS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, HOST_LAYOUTS, METHODS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
 from sglang_freekv.scheduler_patch.refusals import typed
 
@@ -21,6 +21,7 @@ words = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=6)
 numbers = st.floats() | st.sampled_from((-1.0, 0.9, 8.0))
 anything = whole | numbers | words | st.booleans() | st.lists(whole | words, max_size=3)
 page_sizes = st.sampled_from((1, 8, 32, 64)) | whole
+methods = st.sampled_from(list(METHODS))
 typed_options = st.fixed_dictionaries({}, optional={
     "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
@@ -36,7 +37,7 @@ def refused(make) -> str | None:
         config = make()
     except Refusal as refusal:
         message = str(refusal)
-        assert len(message.splitlines()) == 1 and re.match(r"--(freekv-[a-z-]+|page-size) ", message)
+        assert len(message.splitlines()) == 1 and re.match(r"--(freekv-[a-z-]+|page-size|kv-retrieval) ", message)
         assert ": expected " in message and re.search(r"; (use|leave it out)\b", message)
         return message
     pages, size = config.pages, config.page_size
@@ -44,7 +45,8 @@ def refused(make) -> str | None:
     assert config.budget_tokens == pages.total * size > config.sink_tokens + config.window_tokens
     assert (config.sink_tokens, config.window_tokens) == (pages.sink * size, pages.window * size)
     assert config.cache_tokens == config.cache_pages * size >= config.budget_tokens
-    assert config.tau == config.tau and (config.host_memory_gib is None or config.host_memory_gib > 0)
+    assert (config.tau is None) == (METHODS[config.method] is None) and config.tau == config.tau
+    assert (config.host_memory_gib is None or config.host_memory_gib > 0)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
     assert config.canary in CANARIES
     return None
@@ -52,7 +54,8 @@ def refused(make) -> str | None:
 
 @given(
     values=st.fixed_dictionaries({}, optional={
-        "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": numbers, "page_size": page_sizes,
+        "method": methods | words, "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": st.none() | numbers,
+        "page_size": page_sizes,
         "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
@@ -63,33 +66,33 @@ def test_a_config_is_sound_or_refused(values):
     refused(lambda: FreeKVConfig(**values))
 
 
-@given(st.dictionaries(st.sampled_from(OPTIONS), anything), page_sizes)
+@given(methods | anything, st.dictionaries(st.sampled_from(OPTIONS), anything), page_sizes)
 @settings(max_examples=500)
-def test_options_of_any_type_are_taken_or_refused(values, page_size):
-    refused(lambda: config_from(Options(kv_retrieval="freekv", **values), page_size))
+def test_options_of_any_type_are_taken_or_refused(method, values, page_size):
+    refused(lambda: config_from(Options(kv_retrieval=method, **values), page_size))
 
 
-@given(st.dictionaries(st.sampled_from(OPTIONS), anything) | typed_options)
+@given(methods, st.dictionaries(st.sampled_from(OPTIONS), anything) | typed_options)
 @settings(max_examples=500)
-def test_a_command_line_is_taken_or_refused(values):
+def test_a_command_line_is_taken_or_refused(method, values):
     parser = ArgumentParser()
     add_cli_args(None, parser)
     texts = {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in values.items()}
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            parsed = parser.parse_args(["--kv-retrieval=freekv", *(f"{typed(name)}={text}" for name, text in texts.items())])
+            parsed = parser.parse_args([f"--kv-retrieval={method}", *(f"{typed(name)}={text}" for name, text in texts.items())])
         except SystemExit as exit:
             assert exit.code == 2 and re.search(r"error: argument --freekv-[a-z-]+: invalid ", said.getvalue())
             return
     refused(lambda: config_from(Options(**vars(parsed)), DEFAULT_PAGE_SIZE))
 
 
-@given(typed_options, page_sizes)
+@given(methods, typed_options, page_sizes)
 @settings(max_examples=500)
-def test_who_does_what_a_refusal_says_is_served(values, page_size):
-    options = Options(kv_retrieval="freekv", **values)
-    for _ in range(8):
+def test_who_does_what_a_refusal_says_is_served(method, values, page_size):
+    options = Options(kv_retrieval=method, **values)
+    for _ in range(len(OPTIONS) + 1):
         message = refused(lambda: config_from(options, page_size))
         if message is None:
             return
@@ -101,6 +104,14 @@ def test_who_does_what_a_refusal_says_is_served(values, page_size):
         else:
             options = replace(options, **{flag[2:].replace("-", "_"): value})
     pytest.fail(f"still refused: {message}")
+
+
+@pytest.mark.parametrize("method", [name for name, tau in METHODS.items() if tau is None])
+@pytest.mark.parametrize("tau", [0.8, 2, float("nan")])
+def test_a_threshold_for_a_method_that_has_none_is_refused(method, tau):
+    message = refused(lambda: config_from(Options(kv_retrieval=method, freekv_tau=tau), DEFAULT_PAGE_SIZE))
+    assert message.startswith(f"--freekv-tau {tau:g}: expected none with --kv-retrieval {method}, ")
+    assert message.endswith("; leave it out, or use --kv-retrieval freekv")
 
 
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache", "freekv_tau", "freekv_host_memory"])

@@ -1,17 +1,19 @@
-"""The retrieval engine against the paper's semantics written as loops, on random tensors: any lengths, any order of transfers."""
+"""The retrieval engine against what the papers say written as loops, on random tensors: any lengths, any order of transfers."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import combinations, product
 
 import pytest
 import torch
-from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, expected_step
+from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
 
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.retrieval import Retrieval
+from sglang_freekv.retrieval import AHEAD, NOW, Retrieval
 
 torch.set_num_threads(1)
 
@@ -54,9 +56,44 @@ def test_decode_follows_the_paper(config, stream):
                 torch.testing.assert_close(output[index].view_as(expected), expected, atol=1e-5, rtol=1e-5)
     for index, request in enumerate(engine.requests):
         assert engine.retrieval.row_counts(torch.tensor([request.row]))[0, CORRECTED] == corrected[index]
-    assert any(corrected) == (config.tau > -1)
-    if config.tau > 1:
+    tau = math.inf if config.tau is None else config.tau
+    assert any(corrected) == (tau > -1)
+    if tau > 1:
         assert corrected == [17 * LAYERS * HEADS] * len(corrected)
+
+
+@pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["quest", "arkvale", "arkvale-slack"])
+def test_a_method_that_corrects_always_recalls_once(name, seed, stream):
+    """What its own query wants is recalled before attention. The plan ahead, by the same scores, finds that there: of the pages that
+    compete only the one that leaves the window is new, and it is resident."""
+    config = CONFIGS[name]
+    engine = Engine(config, prompts=[5, 64, 99], steps=33, stream=stream, seed=seed)
+    engine.extend(engine.requests, [request.prompt for request in engine.requests])
+    engine.retrieval.complete_all_transfers()
+    for layer, head in product(range(LAYERS), range(HEADS)):
+        cache = engine.retrieval.cache.layers[layer]
+        for request in engine.requests:
+            listed = cache.attended[request.row, head].long()
+            n, pages = request.prompt, -(-(request.prompt + 1) // config.page_size)
+            fixed = {page for page in range(pages) if page < config.pages.sink or page >= pages - config.pages.window}
+            seeded = cache.slot_pages[request.row, head, listed[listed >= 0]].tolist()
+            assert set(seeded) == fixed | choose(config, request, layer, head, n - 1, n + 1)
+    for _ in range(33):
+        outputs = engine.decode(engine.requests)
+        for layer, output in enumerate(outputs):
+            for index, request in enumerate(engine.requests):
+                expected, _ = expected_step(config, request, layer)
+                torch.testing.assert_close(output[index].view_as(expected), expected, atol=1e-5, rtol=1e-5)
+    engine.retrieval.complete_all_transfers()
+    assert engine.retrieval.counts[AHEAD, :, RECALLED].sum() == 0 < engine.retrieval.counts[NOW, :, RECALLED].sum()
+
+
+def test_methods_attend_to_different_pages():
+    outputs = [Engine(dataclasses.replace(CONFIGS["quest"], method=name), [99], 4, InlineStream).run(4) for name in ("quest", "arkvale")]
+    outputs.append(Engine(CONFIGS["always-corrected"], [99], 4, InlineStream).run(4))
+    assert not any(torch.allclose(one, other) for one, other in combinations(outputs, 2))
 
 
 @pytest.mark.parametrize("budget", [108, 112, 400])

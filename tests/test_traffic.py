@@ -15,7 +15,7 @@ from traffic import Traffic
 from sglang_freekv.batch import ExtendBatch
 from sglang_freekv.memory_pool.transfer import InlineStream
 
-LEAST_RULES = 150  # of each configuration and stream: 3000 in all
+LEAST_RULES = 150  # of each configuration and stream: 3900 in all
 TRAFFIC = settings(max_examples=6, stateful_step_count=40)
 
 

@@ -257,7 +257,7 @@ def test_prefixes_come_beside_a_graph():
 
         def prepare_and_sleep(fills_page: bool) -> None:
             prepared(fills_page)
-            sleep(400_000_000)
+            sleep(2_000_000_000)  # a second: the host may be busy
 
         with mock.patch.object(engine.retrieval, "prepare_replay", prepare_and_sleep):
             engine.replay()

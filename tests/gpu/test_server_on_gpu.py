@@ -110,6 +110,34 @@ def test_an_idle_server_finds_it_before_anybody_asks(server, questions):
     assert all(right(server, questions))
 
 
+def test_prefix_hits_that_come_beside_decode_graphs(server):
+    """Newcomers with a prefix while others decode, and others that end at any length and are continued at once: the canary compares
+    every page that is staged with what was written, and the answers are right."""
+    generator = np.random.default_rng(11)
+    documents = [tasks.make_document(generator, 3000 + 32 * index, 4, ("magic-number", "code-word", "multi-query")) for index in range(4)]
+    server.flush()
+    faults, over, wrong = server.state()["canary"]["faults"], threading.Event(), []
+
+    def decode(index: int) -> None:
+        prompt, turn = list(documents[index].token_ids), 0
+        while not over.is_set():
+            answer = server.generate(prompt, 40 + 7 * (turn % 9))
+            prompt = (prompt + answer["output_ids"])[:8000]  # its last page may have been filled by the step in flight
+            turn += 1
+
+    decoding = [threading.Thread(target=decode, args=[index]) for index in range(2)]
+    for thread in decoding:
+        thread.start()
+    for turn in range(60):
+        question = documents[turn % 4].ask(documents[turn % 4].facts[turn % 3])
+        if not question.is_answered_by(server.generate(question.token_ids, 40)["output_ids"]):
+            wrong.append(question.answer_text)
+    over.set()
+    for thread in decoding:
+        thread.join()
+    assert not wrong and server.state()["canary"]["faults"] == faults
+
+
 def test_sigterm_unpins_and_ends(tmp_path):
     server = start(tmp_path, **{"--freekv-host-memory": 16, "--cuda-graph-backend-decode": "disabled"})
     assert "GiB pinned in" in server.log.read_text()

@@ -126,8 +126,8 @@ def test_append(S, H, D, dtype, integer, C, monkeypatch):
 
 @shapes
 @widths
-@pytest.mark.parametrize("starts_of", ["every head", "the page"])
-def test_digest(S, H, D, dtype, integer, starts_of):
+@pytest.mark.parametrize("starts_of, box", [("every head", "min-max"), ("the page", "min-max"), ("every head", "cuboid-mean")])
+def test_digest(S, H, D, dtype, integer, starts_of, box):
     keys = draw(11 * S, H, 2 * D, dtype=dtype)[..., :D]
     keys[3 * S, 0, 1] = torch.nan
     keys[4 * S, 0, 0] = float("inf")
@@ -137,11 +137,15 @@ def test_digest(S, H, D, dtype, integer, starts_of):
     starts = starts.expand(6, H)
     found, expected = (torch.full((9, H, 2, D), -7.0, dtype=dtype, device=DEVICE) for _ in range(2))
     before = keys.clone()
-    digest_pages(keys, starts, host_pages, found, S)
-    reference.digest_pages(keys, starts, host_pages, expected, S)
+    digest_pages(keys, starts, host_pages, found, S, box)
+    reference.digest_pages(keys, starts, host_pages, expected, S, box)
     assert found[7, 0, :, 1].isnan().all()
     assert torch.equal(found.isnan(), expected.isnan())
-    assert_same_bits(found.nan_to_num(nan=77.0), expected.nan_to_num(nan=77.0))
+    found, expected = found.nan_to_num(nan=77.0), expected.nan_to_num(nan=77.0)
+    if box == "cuboid-mean" and dtype == torch.bfloat16 and DEVICE == "cpu":  # Triton's interpreter cuts off where a device rounds
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+    else:
+        assert_same_bits(found, expected)
     assert_same_bits(keys, before)
 
 

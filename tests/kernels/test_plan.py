@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ class State:
 class Sequences:
     """Requests that grow token by token, their logits, and calls with both."""
 
-    def __init__(self, lens, budget, capacity, size, group, steps=STEPS, kind="ties", ids=torch.int64) -> None:
-        self.budget, self.size, self.group, self.kind = budget, size, group, kind
+    def __init__(self, lens, budget, capacity, size, group, pooling="softmax-mean", steps=STEPS, kind="ties", ids=torch.int64) -> None:
+        self.budget, self.size, self.group, self.pooling, self.kind = budget, size, group, pooling, kind
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=ids, device=DEVICE)
         self.num_pages = (max(lens) + steps + size) // size
@@ -69,9 +70,10 @@ class Sequences:
         return (pages >= self.budget.sink) & (pages < end[:, None])
 
     def weights(self, logits: torch.Tensor, ahead: bool) -> torch.Tensor:
-        """``[B, H, P]`` float64 logarithms, -inf where a page is no candidate."""
+        """``[B, H, P]`` float64, -inf where a page is no candidate."""
         grouped = logits.double().unflatten(1, (H, self.group)).masked_fill(~self.candidates(ahead)[:, None, None], -torch.inf)
-        return grouped.log_softmax(-1).logsumexp(2).masked_fill(~self.candidates(ahead)[:, None], -torch.inf)
+        pooled = {"softmax-mean": grouped.log_softmax(-1).logsumexp(2), "mean": grouped.mean(2), "max": grouped.amax(2)}[self.pooling]
+        return pooled.masked_fill(~self.candidates(ahead)[:, None], -torch.inf)
 
     def logits(self, ahead: bool) -> torch.Tensor:
         """Such as two correct programs must rank alike: many exact ties, or no two weights within rounding of each other."""
@@ -88,11 +90,11 @@ class Sequences:
 
     def seed(self, logits: torch.Tensor) -> None:
         for seeding, state in ((seed_slots, self.ours), (reference.seed_slots, self.theirs)):
-            seeding(logits, self.rows, self.seq_lens, self.budget, state.slot_pages, state.attended, self.size)
+            seeding(logits, self.rows, self.seq_lens, self.budget, state.slot_pages, state.attended, self.size, self.pooling)
 
     def plan(self, module, state: State, logits: torch.Tensor, turned: torch.Tensor, ahead: bool) -> None:
         args = (logits, self.rows, self.seq_lens, self.page_table, self.budget, turned, ahead)
-        module.plan_pages(*args, state.slot_pages, state.attended, state.misses, state.counts, self.size)
+        module.plan_pages(*args, state.slot_pages, state.attended, state.misses, state.counts, self.size, self.pooling)
 
     def plan_both(self, logits: torch.Tensor, turned: torch.Tensor, ahead: bool) -> None:
         self.plan(plan, self.ours, logits, turned, ahead)
@@ -144,6 +146,8 @@ CASES = {
     "from-one-token": SimpleNamespace(lens=[1, 5, 15, 7], budget=PageBudget(1, 3, 1), capacity=7, size=2, group=1),
     "no-sink": SimpleNamespace(lens=[70, 1, 22, 33], budget=PageBudget(0, 1, 1), capacity=3, size=5, group=2),
     "one-token-pages": SimpleNamespace(lens=[30, 2, 11, 17], budget=PageBudget(3, 7, 5), capacity=20, size=1, group=4),
+    "mean": SimpleNamespace(lens=[61, 9, 40, 18], budget=PageBudget(2, 4, 2), capacity=11, size=4, group=3, pooling="mean"),
+    "max": SimpleNamespace(lens=[30, 2, 11, 17], budget=PageBudget(3, 7, 5), capacity=20, size=1, group=4, pooling="max"),
 }
 
 
@@ -204,23 +208,36 @@ def test_longest_contexts_without_ties(lens, size):
     run.assert_sound(True, REAL, run.weights(logits, True))
 
 
+@pytest.mark.parametrize("pooling", get_args(reference.Pooling))
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 3e38, -3e38])
 @pytest.mark.parametrize("share", [0.1, 1.0])
-def test_tables_stay_sound_whatever_the_logits(poison, share):
-    run = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 10, 4, 3)
+def test_tables_stay_sound_whatever_the_logits(poison, share, pooling):
+    run = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 10, 4, 3, pooling)
 
     def logits() -> torch.Tensor:
         drawn = 9 * torch.randn(len(ROWS), H * 3, run.num_pages)
         return drawn.masked_fill(torch.rand(drawn.shape) < share, poison).to(DEVICE)
 
-    seed_slots(logits(), run.rows, run.seq_lens, run.budget, run.ours.slot_pages, run.ours.attended, run.size)
+    run.seed(logits())
     run.assert_sound(True, REAL)
     for ahead in (False, True):
         run.seq_lens += 1
-        run.ours.empty()
-        run.plan(plan, run.ours, logits(), REAL.contiguous(), ahead)
+        for state in (run.ours, run.theirs):
+            state.empty()
+        run.plan_both(logits(), REAL.contiguous(), ahead)
         run.assert_sound(ahead, REAL)
         run.ours.listed()
+        if pooling != "softmax-mean":  # there what overflowed has no say, and nothing is left to rounding
+            run.assert_alike()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+def test_zeros_of_both_signs_tie(pooling):
+    run = Sequences([61, 61, 61, 61], PageBudget(2, 4, 2), 8, 4, 2, pooling)
+    signs = torch.randint(2, (len(ROWS), 1, run.num_pages), device=DEVICE) * 2 - 1
+    run.seed((0.0 * signs).expand(-1, 2 * H, -1).contiguous())
+    run.assert_alike()
+    assert run.ours.slot_pages[REAL.new_tensor(ROWS, dtype=torch.long)][REAL].tolist() == [[0, 1, 2, 3, 4, 5, 14, 15]] * 6
 
 
 def test_a_kept_page_keeps_its_slot_and_the_missing_go_where_they_are_told():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import HITS, RECALLED, Misses
+from sglang_freekv.kernels import HITS, RECALLED, Misses, Pooling
 from sglang_freekv.kernels.reference import select_pages
 
 H, D, S = 2, 8, 4
@@ -127,6 +129,50 @@ def test_selection_takes_the_best_and_of_equals_the_earlier():
     assert _selected(logits, PageBudget(1, 2, 1), 5 * S + 1) == [[0, 1, 2, 5], [0, 1, 2, 5]]
     assert _selected(logits, PageBudget(0, 3, 1), 5 * S) == [[0, 1, 2, 4], [0, 1, 2, 4]]
     assert _selected(logits, PageBudget(1, 2, 1), 3) == [[0], [0]]
+
+
+@pytest.mark.parametrize("pooling, order", [("softmax-mean", [3, 4, 2, 1]), ("mean", [1, 2, 3, 4]), ("max", [4, 2, 3, 1])])
+def test_a_group_ranks_pages_by_its_pooling(pooling, order):
+    """Page 1 is fair to both query heads, 2 good for the first, 3 the best by far for the second, 4 the best for the first."""
+    logits = torch.tensor([[0.0, 6.0, 8.9, -5.0, 9.0, 0.0], [0.0, 1.0, -4.0, 8.5, -6.0, 0.0]])
+    found = select_pages(logits[None], torch.tensor([6 * S]), PageBudget(1, 2, 1), 1, S, pooling)[1]
+    assert found[0, 0, :4].tolist() == order
+
+
+def test_poolings_of_a_group_of_one_select_alike_and_weigh_as_they_say():
+    logits, tokens, budget = torch.randn(2, 3 * H, 30), torch.tensor([30 * S, 17 * S]), PageBudget(2, 5, 3)
+    alone = [select_pages(logits, tokens, budget, 3 * H, S, pooling)[2] for pooling in get_args(Pooling)]
+    assert all(torch.equal(alone[0], required) for required in alone[1:])
+    for pooling, pooled in (("mean", lambda x: x.mean(0)), ("max", lambda x: x.amax(0))):
+        weights = select_pages(logits, tokens, budget, H, S, pooling)[0]
+        for b, end in ((0, 27), (1, 14)):
+            assert torch.isinf(weights[b, :, :2]).all() and torch.isinf(weights[b, :, end:]).all()
+            for h in range(H):
+                torch.testing.assert_close(weights[b, h, 2:end], pooled(logits[b].view(H, 3, 30)[h])[2:end])
+
+
+def test_a_query_head_that_overflowed_has_no_say():
+    logits = torch.randn(1, 3, 20)
+    for pooling in get_args(Pooling):
+        for overflow in (torch.nan, torch.inf, -torch.inf):
+            overflowed = torch.cat((logits, torch.full((1, 1, 20), overflow)), 1)
+            found, expected = (select_pages(x, torch.tensor([20 * S]), PageBudget(1, 5, 2), 1, S, pooling)[2] for x in (overflowed, logits))
+            assert torch.equal(found, expected)
+
+
+def test_a_cuboid_is_as_wide_as_keys_are_from_its_centre_in_the_mean():
+    keys = torch.randn(3 * S, H, D)
+    digests = torch.zeros(2, 3, H, 2, D)
+    for box, written in zip(("min-max", "cuboid-mean"), digests):
+        kernels.digest_pages(keys, (torch.arange(3) * S)[:, None].expand(-1, H), torch.arange(3), written, S, box)
+    for page in range(3):
+        for h in range(H):
+            for d in range(D):
+                column = keys[page * S : (page + 1) * S, h, d].tolist()
+                assert digests[0, page, h, :, d].tolist() == [max(column), min(column)]
+                centre = (max(column) + min(column)) / 2
+                radius = sum(abs(key - centre) for key in column) / S
+                torch.testing.assert_close(digests[1, page, h, :, d], torch.tensor([centre + radius, centre - radius]))
 
 
 def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int) -> torch.Tensor:

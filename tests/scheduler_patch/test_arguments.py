@@ -54,6 +54,7 @@ WRONG = {
     ("--page-size", 0): "--page-size 0: expected at least 1",
     ("--page-size", 48): "--freekv-budget 2048: expected a non-negative multiple of --page-size 48",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
+    ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
     "2048; use --freekv-device-cache 2048",
     ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
@@ -77,7 +78,12 @@ def facts(tmp_path_factory):
         "engine, positional": {"args": [str(NEEDLE_MODEL)], "kwargs": {"device": "cpu", "kv_retrieval": "freekv"}},
         "engine, refused": engine(kv_retrieval="freekv", speculative_algorithm="EAGLE"),
         "engine, fraction": engine(kv_retrieval="freekv", freekv_budget=1024.5),
-        "engine, unknown method": engine(kv_retrieval="quest"),
+        "engine, unknown method": engine(kv_retrieval="snapkv"),
+        "engine, unknown method's type": engine(kv_retrieval=["quest"]),
+        "engine, another method": engine(kv_retrieval="arkvale", freekv_budget=1024, page_size=16),
+        "engine, a threshold that is not used": engine(kv_retrieval="arkvale", freekv_tau=0.8),
+        "quest": cli("--kv-retrieval", "quest", "--page-size", 16),
+        "yaml, another method": {"argv": ["--config", str(yaml), "--kv-retrieval", "quest"]},
         "engine, unknown option": engine(kv_retrieval="freekv", freekv_bugdet=1024),
         "engine, after a refusal": engine(attention_backend="torch_native"),
         "fields of a copy": engine(attention_backend="freekv"),
@@ -147,8 +153,24 @@ def test_engine_raises_value_errors(outcomes):
     refused = outcomes["engine, refused"]
     assert refused["raised"][:2] == ["Refusal", "ValueError"] and refused["message"].startswith("--speculative-algorithm EAGLE: ")
     assert outcomes["engine, fraction"]["message"].startswith("--freekv-budget 1024.5: expected a whole number of tokens")
-    assert outcomes["engine, unknown method"]["message"].startswith("--kv-retrieval quest: expected one of none, freekv")
+    assert outcomes["engine, unknown method"]["message"].startswith("--kv-retrieval snapkv: expected one of none, freekv, quest, arkvale;")
+    assert outcomes["engine, unknown method's type"]["message"].startswith("--kv-retrieval ['quest']: expected one of none, freekv")
+    message = outcomes["engine, a threshold that is not used"]["message"]
+    assert message.startswith("--freekv-tau 0.8: expected none with --kv-retrieval arkvale, ")
     assert "freekv_bugdet" in outcomes["engine, unknown option"]["message"]
+
+
+def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
+    freekv = outcomes[f"edges {()}"]["config"]
+    for case, changes in (
+        ("quest", {"method": "quest", "page_size": 16}),
+        ("engine, another method", {"method": "arkvale", "page_size": 16, "budget_tokens": 1024, "sink_tokens": 256, "window_tokens": 256}),
+    ):
+        memory = outcomes[case]["config"]["host_memory_gib"]
+        assert outcomes[case]["config"] == freekv | {"tau": None, "host_memory_gib": memory} | changes
+        assert outcomes[case]["settings"] == {"page_size": 16, "attention_backend": "freekv", "device": "cpu"}
+    refused = outcomes["yaml, another method"]
+    assert refused["exit"] == 2 and "error: --freekv-tau 0.8: expected none with --kv-retrieval quest" in refused["stderr"]
 
 
 @pytest.mark.parametrize("flags", EDGES, ids=str)
@@ -176,7 +198,7 @@ def test_an_option_without_retrieval_is_not_ignored(outcomes, option):
 
 def test_copies_of_server_args_keep_the_config(outcomes):
     assert outcomes[f"edges {()}"]["config_of_copies"] == [True, True]
-    assert outcomes["fields of a copy"]["message"].startswith("--attention-backend freekv: it is part of --kv-retrieval freekv")
+    assert outcomes["fields of a copy"]["message"].startswith("--attention-backend freekv: it is part of --kv-retrieval, which")
 
 
 def test_a_machine_without_a_gpu_serves_on_its_cpu(outcomes):

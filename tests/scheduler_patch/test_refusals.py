@@ -11,6 +11,10 @@ from build_server_args import run
 from serving import NEEDLE_MODEL
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 
+LLAMA = json.loads((NEEDLE_MODEL / "config.json").read_text())
+LAYERS = LLAMA["num_hidden_layers"]
+ALL_LAYERS = ",".join(map(str, range(LAYERS)))
+
 FLAGS = {  # option of ServerArgs: how a user types it
     "device": ("--device", "xpu"),
     "attention_backend": ("--attention-backend", "flashinfer"),
@@ -50,8 +54,8 @@ VALUES = {  # typed flags: how the refusal begins
     ("--grammar-backend", "xgrammar"): "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only",
     ("--freekv-dense-layers", ","): "--freekv-dense-layers ,: expected comma-separated layer numbers",
     ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 128",
-    ("--freekv-dense-layers", "6"): "--freekv-dense-layers 6: expected layers of this model, which are 0 to 5",
-    ("--freekv-dense-layers", "0,1,2,3,4,5"): "--freekv-dense-layers 0,1,2,3,4,5: expected at least one layer left",
+    ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
+    ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
     ("--freekv-host-memory", "50000", "--tp-size", "2"): "--freekv-host-memory 50000: 2 rank(s) on this machine take 100000 GiB",
 }
@@ -65,14 +69,13 @@ FINE = (  # what must stay possible
     ("--kv-cache-dtype", "bf16"),
     ("--page-size", "64"),
     ("--context-length", "1024"),
-    ("--freekv-dense-layers", "0,1,2,3,4"),
+    ("--freekv-dense-layers", ALL_LAYERS[2:]),
     ("--freekv-dense-layers", "none"),
     ("--freekv-host-memory", "0.25"),
     ("--freekv-device-cache", "4096"),
     ("--freekv-recall", "copy-engine", "--freekv-host-layout", "nhd"),
 )
 
-LLAMA = json.loads((NEEDLE_MODEL / "config.json").read_text())
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 64}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 2}
@@ -152,6 +155,7 @@ def facts(models, launcher):
     cases |= {f"value {flags}": {"argv": command(*flags)} for flags in VALUES}
     cases |= {f"fine {flags}": {"argv": command(*flags)} for flags in FINE}
     cases |= {f"model {name}": {"argv": command(model=model)} for name, model in models.items()}
+    cases |= {f"arkvale {name}": {"argv": command("--kv-retrieval", "arkvale", model=models[name])} for name in ("mamba", "asymmetric")}
     return run(cases)
 
 
@@ -194,6 +198,11 @@ def test_model(refusal, name):
     assert MODELS[name][1] in refusal(f"model {name}")
 
 
+@pytest.mark.parametrize("name", ["mamba", "asymmetric"])
+def test_a_model_is_refused_for_the_method_that_was_typed(refusal, name):
+    assert refusal(f"arkvale {name}").startswith("--kv-retrieval arkvale does not serve ")
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_served_model(facts, name):
     assert facts["outcomes"][f"model {name}"].get("config"), facts["outcomes"][f"model {name}"]
@@ -210,10 +219,11 @@ def test_what_sglang_insists_on():
 
     def refuse(backends=backends, **changes):
         methods = {"get_model_config": lambda: model, "get_attention_backends": lambda: backends}
-        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig())
+        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig("quest"))
 
     refuse()
-    with pytest.raises(Refusal, match="insists on the attention backends triton and freekv here; use --kv-retrieval none"):
+    insists = "--kv-retrieval quest: SGLang insists on the attention backends triton and freekv here; use --kv-retrieval none"
+    with pytest.raises(Refusal, match=insists):
         refuse(backends=("triton", "freekv"))
     with pytest.raises(Refusal, match="--page-size 32: SGLang insists on 128 here; use --page-size 128"):
         refuse(page_size=128)

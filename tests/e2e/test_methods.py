@@ -1,0 +1,39 @@
+"""Every retrieval method in a real server: needle questions below the budget of the context, and what the counts say of the method."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tasks
+from serving import freekv
+
+from sglang_freekv.config import METHODS
+
+LAYERS, HEADS = 7, 2  # retrieval layers of the needle model, and their kv heads
+BLOCKING = [method for method, tau in METHODS.items() if tau is None]
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[tasks.Prompt]:
+    document = tasks.make_document(np.random.default_rng(5), 3000, 12, ("magic-number", "code-word", "multi-query", "variable-3") * 2)
+    return [document.ask(fact) for fact in document.facts[:8]]
+
+
+@pytest.fixture(scope="module")
+def servers(serve):
+    with serve(*(freekv(512) | {"--kv-retrieval": method} for method in BLOCKING)) as started:
+        yield dict(zip(BLOCKING, started))
+
+
+@pytest.mark.parametrize("method", BLOCKING)
+def test_a_blocking_method_selects_for_every_kv_head_in_every_step(servers, questions, method):
+    server = servers[method]
+    answers = server.generate_all([question.token_ids for question in questions], 40)
+    right = [question.is_answered_by(answer["output_ids"]) for question, answer in zip(questions, answers)]
+    assert sum(right) >= 7, right
+    for answer in answers:
+        counts = answer["meta_info"]["freekv"]
+        assert counts["heads_corrected"] == counts["decode_steps"] * LAYERS * HEADS
+        assert counts["attended_pages"] < counts["context_pages"]
+    assert server.get("/server_info")["freekv"]["method"] == method
+    assert server.flush()["host_pages_used"] == 0
