@@ -136,6 +136,11 @@ class Traffic(RuleBasedStateMachine):
             for request, actual in zip(batch, output):
                 self.check_output(request, layer, actual.view(HEADS * GROUP, DIM))
 
+    def count_recalls(self, request: Request) -> None:
+        """Of a row since its last extend."""
+        if request.row in self.corrected:
+            self.saw["recalled units"] += int(self.retrieval.row_counts(torch.tensor([request.row]))[0, RECALLED])
+
     # The rules.
 
     @precondition(lambda self: self.free_rows)
@@ -179,8 +184,8 @@ class Traffic(RuleBasedStateMachine):
         self.ran["stop"] += 1
         request = self.running.pop(index % len(self.running))
         self.free_rows.append(request.row)
-        if self.corrected.pop(request.row, None) is not None:
-            self.saw["recalled units"] += int(self.retrieval.row_counts(torch.tensor([request.row]))[0, RECALLED])
+        self.count_recalls(request)
+        self.corrected.pop(request.row, None)
         full_pages = request.pages[: request.tokens // self.size]
         if end != "aborted" and full_pages:
             self.tree.append(Cached(request, full_pages))
@@ -232,6 +237,8 @@ class Traffic(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.rest()
+        for request in self.running:
+            self.count_recalls(request)
 
     # What must hold.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tasks
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 @pytest.fixture(scope="module")

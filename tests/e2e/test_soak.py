@@ -1,4 +1,4 @@
-"""Three minutes of everything at once: right answers, nothing lost, nothing held; benchmarks/soak.py says what it does."""
+"""Two minutes of everything at once: right answers, nothing lost, nothing held; benchmarks/soak.py says what it does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import ROOT
 def test_a_soak_leaves_no_trace(tmp_path):
     command = [sys.executable, "-P", str(ROOT / "benchmarks" / "soak.py"), "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--minutes", "3", "--longest", "4096", "--documents", "6"], capture_output=True, text=True, timeout=900
+        [*command, "--minutes", "2", "--longest", "4096", "--documents", "6"], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     result = json.loads((tmp_path / "soak.json").read_text())["results"]["cpu"]
