@@ -441,21 +441,21 @@ def attend_pages(
         ``[B, Hq, D]``; of a first call something for the second.
     """
     page_size, num_kv_heads, capacity = keys.shape[1], keys.shape[2], slot_pages.shape[2]
-    used = max(1, int((attended[rows] >= 0).sum(-1).max()))
-    listed = attended[rows][..., :used].long()
-    pages = slot_pages[rows].gather(2, listed.clamp(min=0))
-    position = pages[..., None] * page_size + torch.arange(page_size, device=pages.device)
-    visible = (listed >= 0)[..., None] & (position < seq_lens[:, None, None, None]) & (rows > 0)[:, None, None, None]
-    visible = visible.flatten(2)
-    slots = rows[:, None, None] * capacity + listed.clamp(min=0)
-    heads = torch.arange(num_kv_heads, device=rows.device)[:, None]
-    k, v = (cache[slots, :, heads].flatten(2, 3) for cache in (keys, values))
-    k, v = (x.masked_fill(~visible[..., None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
-    q = queries.unflatten(1, (num_kv_heads, -1))
-    result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, :, None], scale=scale)
-    result = result.masked_fill((rows == 0)[:, None, None, None], 0)
-    if begun is not None:
-        result = result.where(turned[..., None, None], begun.unflatten(1, (num_kv_heads, -1)))
+    grouped = queries.unflatten(1, (num_kv_heads, -1))
+    result = torch.zeros_like(grouped) if begun is None else begun.unflatten(1, (num_kv_heads, -1)).clone()
+    wanted = (rows > 0)[:, None].expand(-1, num_kv_heads)
+    if turned is not None:
+        wanted = wanted & (turned if begun is not None else ~turned)
+    b, h = wanted.nonzero(as_tuple=True)
+    if len(b):
+        listed = attended[rows[b], h]
+        listed = listed[:, : int((listed >= 0).sum(-1).max())].long()
+        position = slot_pages[rows[b], h].gather(1, listed.clamp(min=0))[..., None] * page_size + torch.arange(page_size, device=b.device)
+        visible = ((listed >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)
+        slots = rows[b, None] * capacity + listed.clamp(min=0)
+        k, v = (cache[slots, :, h[:, None]].flatten(1, 2) for cache in (keys, values))
+        k, v = (x.masked_fill_(~visible[..., None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
+        result[b, h] = F.scaled_dot_product_attention(grouped[b, h], k, v, attn_mask=visible[:, None], scale=scale)
     return result.flatten(1, 2)
 
 

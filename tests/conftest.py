@@ -27,6 +27,7 @@ settings.register_profile("the same in every run", derandomize=True, database=No
 settings.load_profile("the same in every run")
 
 torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of servers: side by side, threads that wait for each other for a core cost tenfold
 
 
 @pytest.fixture(scope="session")
