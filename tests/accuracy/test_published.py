@@ -19,6 +19,7 @@ PUBLISHED = ROOT / "benchmarks" / "accuracy" / "published"
 with mock.patch.object(sys, "path", [str(PUBLISHED), str(ROOT / "benchmarks"), *sys.path]):  # other directories have a run.py, too
     from evaluators import EVALUATORS
     from presets import PRESETS
+    from system import name_of
 
     spec = importlib.util.spec_from_file_location("published_run", PUBLISHED / "run.py")
     driver = importlib.util.module_from_spec(spec)
@@ -361,3 +362,11 @@ def test_ruler_from_files(drive, serve, tmp_path):
         ("/v1/completions", 32, 0),
         ("/v1/completions", 128, 0),
     ]
+
+
+@pytest.mark.parametrize(
+    "built, name",
+    [(None, "stock"), (BUILT, "freekv-2048-512-512-0.9"), (BUILT | {"method": "quest", "tau": None}, "quest-2048-512-512")],
+)
+def test_a_result_is_named_by_the_system(built, name):
+    assert name_of({"freekv": built}) == name

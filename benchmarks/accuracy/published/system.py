@@ -16,7 +16,10 @@ def facts_of(info: dict) -> dict:
 def name_of(info: dict) -> str:
     """Of the system in the results."""
     built = info.get("freekv")
-    return "stock" if built is None else "{method}-{budget_tokens}-{sink_tokens}-{window_tokens}-{tau:g}".format(**built)
+    if built is None:
+        return "stock"
+    name = "{method}-{budget_tokens}-{sink_tokens}-{window_tokens}".format(**built)
+    return name if built["tau"] is None else f"{name}-{built['tau']:g}"
 
 
 def totals_of(info: dict) -> dict[str, int] | None:
