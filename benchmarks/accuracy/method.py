@@ -101,5 +101,9 @@ class Cache(Protocol):
 class Method(Protocol):
     """A published method: a frozen dataclass of its own settings, with the paper's defaults."""
 
+    @property
+    def prompt_queries(self) -> int | None:
+        """How many of a prompt's last positions it reads the queries of; None is all."""
+
     def begin(self, prompt: Prompt, budget: Budget) -> Cache:
         """Take what the method keeps of a prompt that has been prefilled densely."""

@@ -71,8 +71,8 @@ class Progress:
 
 
 def queries_read(methods: list[Method]) -> int | None:
-    """Queries of a prompt's last positions that the methods read: their ``prompt_queries``, or None, all, of one that does not say."""
-    asked = [getattr(method, "prompt_queries", None) for method in methods]
+    """Queries of a prompt's last positions that the methods read; None is all."""
+    asked = [method.prompt_queries for method in methods]
     return None if None in asked else max(asked)
 
 

@@ -37,6 +37,8 @@ FAMILIES = {  # model type, query heads, kv heads, head_dim, more
 
 @dataclass(frozen=True)
 class Full:
+    prompt_queries = None
+
     def begin(self, prompt: Prompt, budget: Budget):
         return ToyCache(prompt, lambda n: torch.arange(n))
 
@@ -44,6 +46,8 @@ class Full:
 @dataclass(frozen=True)
 class Window:
     """Sink and window of the budget."""
+
+    prompt_queries = None
 
     def begin(self, prompt: Prompt, budget: Budget):
         return ToyCache(prompt, lambda n: torch.tensor([token for token in range(n) if token < budget.sink or token >= n - budget.window]))

@@ -31,6 +31,8 @@ PROMPTS = 40
 
 @dataclass(frozen=True)
 class Broken:
+    prompt_queries = None
+
     def begin(self, prompt, budget):
         raise RuntimeError("does not work")
 
@@ -121,7 +123,7 @@ def test_razor_gets_as_many_retrieval_heads_as_the_budget_pays_for(needle, total
 
 
 def test_as_many_queries_are_kept_as_the_methods_read():
-    few, more, all_of_them = SimpleNamespace(prompt_queries=1), SimpleNamespace(prompt_queries=64), Full()
+    few, more, all_of_them = (SimpleNamespace(prompt_queries=count) for count in (1, 64, None))
     assert run.queries_read([few, more]) == 64 and run.queries_read([few, all_of_them]) is None
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from method import Budget, Prompt, Step, Trace
+from method import Budget, Prompt
 
-from .pages import Layout, Pages, cuboid_mean, grouped
+from .pages import Blocking, Layout, Pages, cuboid_mean
 
 
 @dataclass(frozen=True)
@@ -20,19 +19,7 @@ class ArkVale:
     the paper's cache may be larger than what a step attends to, which changes what is fetched but not the output.
     """
 
-    prompt_queries: ClassVar[int] = 0
+    prompt_queries: ClassVar[int | None] = 0
 
-    def begin(self, prompt: Prompt, budget: Budget) -> ArkValeCache:
-        return ArkValeCache(Pages(prompt, Layout.of(budget), cuboid_mean))
-
-
-class ArkValeCache:
-    def __init__(self, pages: Pages) -> None:
-        self.pages = pages
-        self.trace: Trace | None = None
-
-    def attend(self, step: Step) -> torch.Tensor:
-        self.pages.append(step)
-        scores = self.pages.scores(grouped(step.query, self.pages.heads), step.position + 1)
-        output, self.trace = self.pages.attend(step.query, self.pages.best(scores.mean(2)))
-        return output
+    def begin(self, prompt: Prompt, budget: Budget) -> Blocking:
+        return Blocking(Pages(prompt, Layout.of(budget), cuboid_mean), lambda scores: scores.mean(2))

@@ -26,7 +26,7 @@ class ClusterKV:
         period: generated tokens that are clustered together.
     """
 
-    prompt_queries: ClassVar[int] = 0
+    prompt_queries: ClassVar[int | None] = 0
 
     sink: int = 16
     cluster: int = 80

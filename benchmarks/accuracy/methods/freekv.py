@@ -34,7 +34,7 @@ class FreeKV:
             place of the last step's.
     """
 
-    prompt_queries: ClassVar[int] = 1
+    prompt_queries: ClassVar[int | None] = 1
 
     tau: float = 0.9
     correction: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from method import Budget, Prompt, Step, Trace
@@ -13,6 +14,8 @@ from .gather import Kept, counted, output, weights
 @dataclass(frozen=True)
 class Full:
     """Dense attention; the budget is not looked at."""
+
+    prompt_queries: ClassVar[int | None] = 0
 
     def begin(self, prompt: Prompt, budget: Budget) -> FullCache:
         return FullCache(prompt)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from method import Prompt, Trace
 
 LOGITS = 1 << 25  # in memory at a time
@@ -63,6 +62,27 @@ def prompt_weights(prompt: Prompt, start: int = 0) -> Iterator[tuple[int, torch.
         start = len(seen)
 
 
+class Growing:
+    """A tensor to which slices are appended along dimension 2; ``data`` is what is there."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._buffer, self.count = data, data.shape[2]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self._buffer[:, :, : self.count]
+
+    def append(self, tail: torch.Tensor) -> None:
+        """One or more slices ``[B, H, N, ...]``."""
+        end = self.count + tail.shape[2]
+        if end > self._buffer.shape[2]:
+            larger = self._buffer.new_zeros(*tail.shape[:2], end + max(64, self.count // 4), *tail.shape[3:])
+            larger[:, :, : self.count] = self.data
+            self._buffer = larger
+        self._buffer[:, :, self.count : end] = tail
+        self.count = end
+
+
 class Kept:
     """Keys and values that a cache keeps, of equally many tokens in every kv head.
 
@@ -71,27 +91,28 @@ class Kept:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._keys, self._values, self.count = keys, values, keys.shape[2]
+        self._keys, self._values = Growing(keys), Growing(values)
+
+    @property
+    def count(self) -> int:
+        return self._keys.count
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._keys[:, :, : self.count]
+        return self._keys.data
 
     @property
     def values(self) -> torch.Tensor:
-        return self._values[:, :, : self.count]
+        return self._values.data
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep one more token ``[B, H, D]`` in every kv head."""
-        if self.count == self._keys.shape[2]:
-            room = (0, 0, 0, max(64, self.count // 4))
-            self._keys, self._values = (F.pad(tensor, room) for tensor in (self._keys, self._values))
-        self.count += 1
-        self.replace(self.count - 1, key, value)
+        self._keys.append(key.unsqueeze(2))
+        self._values.append(value.unsqueeze(2))
 
     def replace(self, slot: int | torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put a token ``[B, H, D]`` in the place of another: one for all, or of each kv head ``[B, H]``."""
-        for tensor, new in ((self._keys, key), (self._values, value)):
+        for tensor, new in ((self.keys, key), (self.values, value)):
             if isinstance(slot, int):
                 tensor[:, :, slot] = new
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ class H2O:
     Args:
         recent_share: of the budget; the paper halves it.
     """
+
+    prompt_queries: ClassVar[int | None] = None
 
     recent_share: float = 0.5
 

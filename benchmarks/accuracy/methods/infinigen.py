@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from method import Budget, Prompt, Step, Trace
@@ -26,6 +27,8 @@ class InfiniGen:
         columns: share of them.
         alpha: in logits.
     """
+
+    prompt_queries: ClassVar[int | None] = None
 
     columns: float = 0.2
     alpha: float = 4.0

@@ -9,7 +9,8 @@ import torch
 from method import Budget, Prompt, Step, Trace
 
 from .clusters import in_order, k_means
-from .pages import Context, Growing, Reader, grouped, similarity
+from .gather import Growing
+from .pages import Context, Reader, grouped, similarity
 
 NEVER = torch.iinfo(torch.int64).max
 
@@ -32,7 +33,7 @@ class LouisKV:
         iterations: of k-means; the paper does not say how many.
     """
 
-    prompt_queries: ClassVar[int] = 1
+    prompt_queries: ClassVar[int | None] = 1
 
     tau: float = 0.85
     cluster: int = 16

@@ -12,30 +12,9 @@ import torch
 import torch.nn.functional as F
 from method import Budget, Prompt, Step, Trace
 
-from .gather import output, pick, weights
+from .gather import Growing, Kept, output, pick, weights
 
 Digest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-class Growing:
-    """A tensor to which slices are appended along dimension 2; ``data`` is what is there."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._buffer, self.count = data, data.shape[2]
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self._buffer[:, :, : self.count]
-
-    def append(self, tail: torch.Tensor) -> None:
-        """One or more slices ``[B, H, N, ...]``."""
-        end = self.count + tail.shape[2]
-        if end > self._buffer.shape[2]:
-            larger = tail.new_zeros(*tail.shape[:2], max(64, 2 * end), *tail.shape[3:])
-            larger[:, :, : self.count] = self.data
-            self._buffer = larger
-        self._buffer[:, :, self.count : end] = tail
-        self.count = end
 
 
 class Context:
@@ -43,18 +22,17 @@ class Context:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.prompt = keys, values
-        self.tail = Growing(keys[:, :, :0]), Growing(values[:, :, :0])
+        self.tail = Kept(keys[:, :, :0], values[:, :, :0])
 
     @property
     def count(self) -> int:
         """n"""
-        return self.prompt[0].shape[2] + self.tail[0].count
+        return self.prompt[0].shape[2] + self.tail.count
 
     def append(self, step: Step) -> None:
         if step.position != self.count:
             raise ValueError(f"position {step.position}: expected {self.count}, behind the tokens that are there")
-        for tail, new in zip(self.tail, (step.key, step.value)):
-            tail.append(new[:, :, None])
+        self.tail.append(step.key, step.value)
 
     def take(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[B, H, N, D]`` of each kv head's token numbers ``[B, H, N]`` or ``[N]``."""
@@ -65,11 +43,11 @@ class Context:
 
     def logits(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         """``[B, H, G, n]`` float32 of queries ``[B, H, G, D]``."""
-        parts = (self.prompt[0], self.tail[0].data)
+        parts = (self.prompt[0], self.tail.keys)
         return torch.cat([query.float() @ part.float().mT for part in parts], dim=-1) * scale
 
     def _pick(self, which: int, tokens: torch.Tensor) -> torch.Tensor:
-        prompt, tail = self.prompt[which], self.tail[which].data
+        prompt, tail = self.prompt[which], (self.tail.keys, self.tail.values)[which]
         border = prompt.shape[2]
         picked = pick(prompt, tokens.clamp(max=border - 1))
         if not tail.shape[2]:
@@ -202,3 +180,21 @@ class Pages:
         pinned = self.layout.pinned(self.context.count, pages.device).expand(*pages.shape[:2], -1)
         chosen = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(2)
         return self._reader.attend(query, torch.cat((pinned, chosen), dim=-1))
+
+
+class Blocking:
+    """The cache of a method that selects pages with every step's own query, before it attends.
+
+    Args:
+        pool: scores ``[B, H, G, C]`` of a group, to the ranking ``[B, H, C]`` of its kv head.
+    """
+
+    def __init__(self, pages: Pages, pool: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.pages, self.pool = pages, pool
+        self.trace: Trace | None = None
+
+    def attend(self, step: Step) -> torch.Tensor:
+        self.pages.append(step)
+        scores = self.pages.scores(grouped(step.query, self.pages.heads), step.position + 1)
+        output, self.trace = self.pages.attend(step.query, self.pages.best(self.pool(scores)))
+        return output

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from method import Budget, Prompt, Step, Trace
+from method import Budget, Prompt
 
-from .pages import Layout, Pages, grouped, min_max
+from .pages import Blocking, Layout, Pages, min_max
 
 
 @dataclass(frozen=True)
@@ -23,21 +22,9 @@ class Quest:
         page: tokens.
     """
 
-    prompt_queries: ClassVar[int] = 0
+    prompt_queries: ClassVar[int | None] = 0
 
     page: int = 16
 
-    def begin(self, prompt: Prompt, budget: Budget) -> QuestCache:
-        return QuestCache(Pages(prompt, Layout(self.page, 0, 1, budget.total // self.page - 1), min_max))
-
-
-class QuestCache:
-    def __init__(self, pages: Pages) -> None:
-        self.pages = pages
-        self.trace: Trace | None = None
-
-    def attend(self, step: Step) -> torch.Tensor:
-        self.pages.append(step)
-        scores = self.pages.scores(grouped(step.query, self.pages.heads), step.position + 1)
-        output, self.trace = self.pages.attend(step.query, self.pages.best(scores.amax(2)))
-        return output
+    def begin(self, prompt: Prompt, budget: Budget) -> Blocking:
+        return Blocking(Pages(prompt, Layout(self.page, 0, 1, budget.total // self.page - 1), min_max), lambda scores: scores.amax(2))

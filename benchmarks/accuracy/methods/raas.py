@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from method import Budget, Prompt, Step, Trace
@@ -32,6 +33,8 @@ class RaaS:
             ``alpha`` comes to. In a small budget few pages are ever below ``alpha``, and the first in the text goes.
         keep_prompt: whether all of the prompt is kept.
     """
+
+    prompt_queries: ClassVar[int | None] = 1
 
     alpha: float = 1e-4
     top_share: float | None = None

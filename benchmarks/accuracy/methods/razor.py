@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from method import Budget, Prompt, Step, Trace
@@ -27,6 +28,8 @@ class RazorAttention:
         retrieval: retrieval heads, per layer and kv head, as from ``retrieval_heads``.
         compensate: whether there is a compensation token.
     """
+
+    prompt_queries: ClassVar[int | None] = 0
 
     retrieval: tuple[tuple[bool, ...], ...]
     compensate: bool = True

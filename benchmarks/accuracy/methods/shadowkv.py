@@ -28,7 +28,7 @@ class ShadowKV:
         rank: of all kv heads together, but at most ``rank_share`` of their dimensions: the paper's 160 of 1024, for smaller models.
     """
 
-    prompt_queries: ClassVar[int] = 0
+    prompt_queries: ClassVar[int | None] = 0
 
     chunk: int = 8
     outliers: int = 48

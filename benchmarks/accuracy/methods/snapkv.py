@@ -34,6 +34,10 @@ class SnapKV:
         if self.observed < 1 or self.kernel < 1 or self.kernel % 2 == 0 or self.pooling not in ("max", "avg"):
             raise ValueError(f"{self}: expected observed of at least 1, an odd kernel, pooling max or avg")
 
+    @property
+    def prompt_queries(self) -> int:
+        return self.observed
+
     def begin(self, prompt: Prompt, budget: Budget) -> SnapCache:
         if self.observed >= budget.total:
             raise ValueError(f"observed {self.observed}: expected less than the budget of {budget.total} tokens")

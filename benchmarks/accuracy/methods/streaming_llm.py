@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from method import Budget, Prompt, Step, Trace
@@ -20,6 +21,8 @@ class StreamingLLM:
         reindexed: positions are those inside the cache, without a gap between the sink and the rest, as in the paper; keys are kept
             before RoPE and rotated anew in every step. Otherwise, as in most comparisons, each token keeps its position in the text.
     """
+
+    prompt_queries: ClassVar[int | None] = 0
 
     reindexed: bool = True
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,23 +70,24 @@ class Run:
     judge: dict[str, str] = field(default_factory=dict)
 
 
-class Evaluator:
+class Evaluator(ABC):
     """A program; ``modules`` are those it imports, ``remedy`` is how to get them, empty for those of this repository."""
 
     name: str
     modules: tuple[str, ...] = ()
     remedy = ""
 
+    @abstractmethod
     def command(self, preset: Preset, run: Run) -> list[str]:
-        raise NotImplementedError
+        """What is typed."""
 
+    @abstractmethod
     def scores(self, preset: Preset, run: Run, log: str) -> dict[str, float]:
         """In percent, from the files of ``run`` and what the evaluator printed.
 
         Raises:
             EvaluatorFailed: there is no result, or one of questions that were not answered.
         """
-        raise NotImplementedError
 
     def version(self, python: str) -> str:
         """Raises EvaluatorFailed, in one line, if a module is missing."""

@@ -16,7 +16,8 @@ import sys
 import zlib
 from pathlib import Path
 
-from endpoint import Endpoint, EndpointFailed, text_of
+import program
+from endpoint import Endpoint, text_of
 from records import CHECKS, Plan, RecordError, read
 
 SEPARATOR, FINISHED = "#*#", "*** finished"
@@ -142,29 +143,15 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--url", required=True, help="of the server")
-    parser.add_argument("--model", required=True, help="its name for the server")
-    parser.add_argument("--data", type=Path, required=True, help="Dataset_short.json or Dataset_long.json")
-    parser.add_argument("--out", type=Path, required=True, help="directory of result.json and texts.jsonl")
+    parser = program.parser(__doc__, "Dataset_short.json or Dataset_long.json", "directory of result.json and texts.jsonl")
     parser.add_argument("--texts", type=Path, help="the texts, if elsewhere")
-    parser.add_argument("--limit", type=int, help="tasks, from the first")
-    parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=16000)
     parser.add_argument("--temperature", type=float, default=0.95)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--judge-url", help="of the judge; without one accuracy is not scored")
     parser.add_argument("--judge-model", default="Qwen/Qwen3-32B", help="its name for that")
     parser.add_argument("--judge-examples", type=Path, help="a text to go before every question, such as the published examples")
-    options = parser.parse_args(arguments)
-    try:
-        result = run(options)
-    except (RecordError, EndpointFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return 0
+    return program.finish(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

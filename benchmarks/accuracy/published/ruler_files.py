@@ -14,7 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from endpoint import Endpoint, EndpointFailed, text_of
+import program
+from endpoint import Endpoint, text_of
 from records import RecordError, Row, from_file
 
 TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # generated, by the family of a task
@@ -96,22 +97,8 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--url", required=True, help="of the server")
-    parser.add_argument("--model", required=True, help="its name for the server")
-    parser.add_argument("--data", type=Path, required=True, help="a file, or a directory of TASK/validation.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="directory of result.json and answers.jsonl")
-    parser.add_argument("--limit", type=int, help="questions of each task, from the first")
-    parser.add_argument("--concurrency", type=int, default=16)
-    options = parser.parse_args(arguments)
-    try:
-        result = run(options)
-    except (RecordError, EndpointFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return 0
+    parser = program.parser(__doc__, "a file, or a directory of TASK/validation.jsonl", "directory of result.json and answers.jsonl")
+    return program.finish(run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
