@@ -76,7 +76,7 @@ class Step:
             def recall(host, misses, keys, values, usual) -> None:
                 kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs)
 
-        policy = Replay(config.pages, config.page_size, config.tau, controls)
+        policy = Replay(config.pages, config.page_size, config.digest, config.tau, controls)
         self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
         if every := variant.get("canary"):
             self.retrieval.canary = Canary(LAYERS, HOST_PAGES, KV_HEADS, PAGE, every, DEVICE)

@@ -145,7 +145,7 @@ def install(path: Path | None, copies: bool) -> None:
     def controls() -> Controls:
         return Controls("cuda" if torch.cuda.is_available() else "cpu", path)
 
-    POLICIES["freekv"] = lambda config: Replay(config.pages, config.page_size, config.tau, controls())
+    POLICIES["freekv"] = lambda config: Replay(config.pages, config.page_size, config.digest, config.tau, controls())
     if not copies:
         build = retrieval.Retrieval.__init__
 

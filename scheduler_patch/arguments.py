@@ -12,7 +12,18 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import BACKEND_NAME, CANARIES, DEFAULT_PAGE_SIZE, GIB, HOST_LAYOUTS, METHODS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import (
+    BACKEND_NAME,
+    CANARIES,
+    DEFAULT_PAGE_SIZE,
+    DIGESTS,
+    GIB,
+    HOST_LAYOUTS,
+    METHODS,
+    RECALLS,
+    FreeKVConfig,
+    Refusal,
+)
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.scheduler_patch import cpu, refusals
 from sglang_freekv.scheduler_patch.refusals import typed
@@ -57,6 +68,12 @@ FLAGS = {
         "help": "A kv head whose query is less similar than this to that of the step before selects and recalls before it "
         f"attends, not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, "
         "below -1 never. quest and arkvale have none: there it is always so.",
+    },
+    "freekv_digest": {
+        "choices": DIGESTS,
+        "help": "The box around the keys of a page that the page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with "
+        "quest. cuboid-mean is as wide as keys are from its centre in the mean, and finds more; min-max, of the FreeKV and Quest papers, "
+        "holds all of them.",
     },
     "freekv_device_cache": {
         "type": int,
@@ -107,6 +124,7 @@ class Options:
     freekv_sink: int | None = None
     freekv_window: int | None = None
     freekv_tau: float | None = None
+    freekv_digest: str | None = None
     freekv_device_cache: int | None = None
     freekv_dense_layers: Any = None
     freekv_host_memory: float | None = None
@@ -234,6 +252,7 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
         sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens, 1),
         window_tokens=edge("freekv_window", DEFAULTS.window_tokens, 2),
         tau=_number("freekv_tau", options.freekv_tau, None),
+        digest=options.freekv_digest,
         device_cache_tokens=_tokens("freekv_device_cache", options.freekv_device_cache, None),
         dense_layers=_layers(options.freekv_dense_layers),
         host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),

@@ -8,10 +8,20 @@ from typing import NamedTuple
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
-METHODS = {"freekv": 0.9, "quest": None, "arkvale": None}  # default tau; None: all kv heads are corrected in every step
+DIGESTS = ("min-max", "cuboid-mean")
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # units to a unit that is examined; 0 is none
+
+
+class Method(NamedTuple):
+    """What a retrieval method takes unless told otherwise; without a tau, all kv heads are corrected in every step."""
+
+    tau: float | None
+    digest: str
+
+
+METHODS = {"freekv": Method(0.9, "cuboid-mean"), "quest": Method(None, "min-max"), "arkvale": Method(None, "cuboid-mean")}
 
 
 class Refusal(ValueError):
@@ -48,6 +58,7 @@ class FreeKVConfig:
         tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
             (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is. None becomes the method's default,
             and stays None with a method that has no threshold.
+        digest: a key of ``DIGESTS``: the box around a page's keys that it is scored by. None becomes the method's default.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
             what a step attends to need no recall when they are selected again. None is the budget.
         dense_layers: layers whose KV is not compressed and stays on the device in full.
@@ -66,6 +77,7 @@ class FreeKVConfig:
     sink_tokens: int = 512
     window_tokens: int = 512
     tau: float | None = None
+    digest: str | None = None
     device_cache_tokens: int | None = None
     dense_layers: tuple[int, ...] = (0,)
     host_memory_gib: float | None = None
@@ -104,12 +116,14 @@ class FreeKVConfig:
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
             )
-        for name, allowed in (("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", tuple(CANARIES))):
+        if self.digest is None:
+            object.__setattr__(self, "digest", METHODS[self.method].digest)
+        for name, allowed in (("digest", DIGESTS), ("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", tuple(CANARIES))):
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
         if self.tau is None:
-            object.__setattr__(self, "tau", METHODS[self.method])
-        elif METHODS[self.method] is None:
+            object.__setattr__(self, "tau", METHODS[self.method].tau)
+        elif METHODS[self.method].tau is None:
             raise Refusal(
                 f"--freekv-tau {self.tau:g}: expected none with --kv-retrieval {self.method}, which corrects every kv head in every step; "
                 "leave it out, or use --kv-retrieval freekv"

@@ -49,12 +49,12 @@ class Boxes:
     Args:
         budget: sink and window bound the candidates.
         page_size: S.
+        box: which one.
     """
-
-    box: ClassVar[Box] = "min-max"
 
     budget: PageBudget
     page_size: int
+    box: Box
 
     def digest_shape(self, head_dim: int) -> tuple[int, ...]:
         return (2, head_dim)
@@ -68,7 +68,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class FreeKV(Boxes):
-    """FreeKV (ICLR 2026): min-max digests, group-mean softmax scores, correction by query similarity.
+    """FreeKV (ICLR 2026): group-mean softmax scores, correction by query similarity. The paper's digests are min-max.
 
     Args:
         tau: correction threshold (section 3.3).
@@ -84,7 +84,7 @@ class FreeKV(Boxes):
 
 @dataclass(frozen=True)
 class Quest(Boxes):
-    """Quest (ICML 2024): min-max digests, and in every step the pages that its own query selects: all kv heads are corrected.
+    """Quest (ICML 2024): in every step the pages that its own query selects: all kv heads are corrected.
 
     The paper selects for each query head. The heads of a group share here what is best for one of them, by the maximum of their scores.
     """
@@ -97,14 +97,13 @@ class Quest(Boxes):
 
 @dataclass(frozen=True)
 class ArkVale(Quest):
-    """ArkVale (NeurIPS 2024): cuboid-mean digests and the mean of a group's scores; like Quest, in every step what its query selects."""
+    """ArkVale (NeurIPS 2024): the mean of a group's scores; like Quest, in every step what its query selects."""
 
-    box: ClassVar[Box] = "cuboid-mean"
     pooling: ClassVar[Pooling] = "mean"
 
 
 POLICIES: dict[str, Callable[[FreeKVConfig], RetrievalPolicy]] = {
-    "freekv": lambda config: FreeKV(config.pages, config.page_size, config.tau),
-    "quest": lambda config: Quest(config.pages, config.page_size),
-    "arkvale": lambda config: ArkVale(config.pages, config.page_size),
+    "freekv": lambda config: FreeKV(config.pages, config.page_size, config.digest, config.tau),
+    "quest": lambda config: Quest(config.pages, config.page_size, config.digest),
+    "arkvale": lambda config: ArkVale(config.pages, config.page_size, config.digest),
 }

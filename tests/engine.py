@@ -56,7 +56,7 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
     keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
     q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
     upper, lower = keys.amax(1), keys.amin(1)
-    if config.method == "arkvale":
+    if config.digest == "cuboid-mean":
         centre = (upper + lower) / 2
         radius = (keys - centre[:, None]).abs().mean(1)
         upper, lower = centre + radius, centre - radius
@@ -152,15 +152,20 @@ class Engine:
 CONFIGS = {
     "tight": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
     "least-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=8, page_size=4, tau=0.8, dense_layers=()),
-    "no-sink": FreeKVConfig(budget_tokens=24, sink_tokens=0, window_tokens=16, page_size=8, tau=0.7, dense_layers=()),
+    "no-sink": FreeKVConfig(budget_tokens=24, sink_tokens=0, window_tokens=16, page_size=8, tau=0.7, dense_layers=(), digest="min-max"),
     "one-token-pages": FreeKVConfig(budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.6, dense_layers=()),
     "always-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=2, dense_layers=()),
     "never-corrected": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=-2, dense_layers=()),
     "slack": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64),
+    "slack-min-max": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="min-max"
+    ),
     "copy-engine": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), recall="copy-engine"
     ),
-    "nhd": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), host_layout="nhd"),
+    "nhd": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), host_layout="nhd", digest="min-max"
+    ),
     "canary": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), canary="full"),
     "quest": FreeKVConfig("quest", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()),
     "arkvale": FreeKVConfig("arkvale", budget_tokens=40, sink_tokens=0, window_tokens=16, page_size=8, dense_layers=()),

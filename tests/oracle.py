@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 
 @dataclass(frozen=True)
 class OracleSettings:
-    """Retrieval settings, in tokens."""
+    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean" or "min-max"."""
 
     budget: int
     sink: int
@@ -32,6 +32,7 @@ class OracleSettings:
     tau: float
     page: int
     dense_layers: tuple[int, ...] = (0,)
+    digest: str = "cuboid-mean"
 
     def __post_init__(self) -> None:
         whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window))
@@ -116,15 +117,23 @@ def candidates(n: int, settings: OracleSettings) -> list[int]:
     return list(range(settings.sink // settings.page, page_count(n, settings.page) - settings.window // settings.page))
 
 
-def digest(keys: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elementwise max and min over the keys of each full page: [H, n, D] -> two of [H, n // page, D] fp32."""
+def digest(keys: torch.Tensor, page: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A box's upper and lower corner for each full page: [H, n, D] -> two of [H, n // page, D] fp32.
+
+    "min-max" is the elementwise max and min of its keys. "cuboid-mean" has the same centre, and the mean distance of the keys from it.
+    """
     heads, n, dim = keys.shape
-    paged = keys[:, : n // page * page].float().reshape(heads, n // page, page, dim)
-    return paged.amax(dim=2), paged.amin(dim=2)
+    paged = keys[:, : n // page * page].double().reshape(heads, n // page, page, dim)
+    upper, lower = paged.amax(dim=2), paged.amin(dim=2)
+    if kind == "cuboid-mean":
+        centre = (upper + lower) / 2
+        distance = (paged - centre[:, :, None]).abs().mean(dim=2)
+        upper, lower = centre + distance, centre - distance
+    return upper.float(), lower.float()
 
 
 def score(query: torch.Tensor, maxima: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
-    """Upper bound of q . k over the keys of each page, over sqrt(D): [H, G, D] and [H, P, D] -> [H, G, P]."""
+    """Largest q . k of a key in each page's box, over sqrt(D): [H, G, D] and [H, P, D] -> [H, G, P]."""
     query, maxima, minima = query.float()[:, :, None, :], maxima[:, None, :, :], minima[:, None, :, :]
     return torch.maximum(query * maxima, query * minima).sum(dim=-1) / query.shape[-1] ** 0.5
 
@@ -135,7 +144,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSett
     Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored.
     """
     competing = candidates(n, settings)
-    maxima, minima = digest(keys, settings.page)
+    maxima, minima = digest(keys, settings.page, settings.digest)
     scores = score(query, maxima[:, competing], minima[:, competing])
     pooled = scores.softmax(dim=-1).mean(dim=1)
     ranked, order = pooled.sort(dim=-1, descending=True, stable=True)

@@ -16,6 +16,8 @@ from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDLE_MODEL = ROOT / "benchmarks" / "needle" / "model"
+NEEDLE_CONFIG = json.loads((NEEDLE_MODEL / "config.json").read_text())
+LAYERS, KV_HEADS, HEAD_DIM = (NEEDLE_CONFIG[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 
 DEFAULTS = {
     "--model-path": NEEDLE_MODEL,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, HOST_LAYOUTS, METHODS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, DIGESTS, HOST_LAYOUTS, METHODS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
 from sglang_freekv.scheduler_patch.refusals import typed
 
@@ -26,7 +26,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
-    "freekv_canary": st.sampled_from(list(CANARIES)),
+    "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -45,17 +45,17 @@ def refused(make) -> str | None:
     assert config.budget_tokens == pages.total * size > config.sink_tokens + config.window_tokens
     assert (config.sink_tokens, config.window_tokens) == (pages.sink * size, pages.window * size)
     assert config.cache_tokens == config.cache_pages * size >= config.budget_tokens
-    assert (config.tau is None) == (METHODS[config.method] is None) and config.tau == config.tau
+    assert (config.tau is None) == (METHODS[config.method].tau is None) and config.tau == config.tau
     assert (config.host_memory_gib is None or config.host_memory_gib > 0)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
-    assert config.canary in CANARIES
+    assert config.canary in CANARIES and config.digest in DIGESTS
     return None
 
 
 @given(
     values=st.fixed_dictionaries({}, optional={
         "method": methods | words, "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": st.none() | numbers,
-        "page_size": page_sizes,
+        "page_size": page_sizes, "digest": st.none() | st.sampled_from(DIGESTS) | words,
         "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
@@ -106,7 +106,7 @@ def test_who_does_what_a_refusal_says_is_served(method, values, page_size):
     pytest.fail(f"still refused: {message}")
 
 
-@pytest.mark.parametrize("method", [name for name, tau in METHODS.items() if tau is None])
+@pytest.mark.parametrize("method", [name for name, defaults in METHODS.items() if defaults.tau is None])
 @pytest.mark.parametrize("tau", [0.8, 2, float("nan")])
 def test_a_threshold_for_a_method_that_has_none_is_refused(method, tau):
     message = refused(lambda: config_from(Options(kv_retrieval=method, freekv_tau=tau), DEFAULT_PAGE_SIZE))

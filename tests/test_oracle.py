@@ -64,12 +64,14 @@ def assert_equals_transformers(result, tokens, logits):
 
 def test_digest_covers_full_pages_and_score_bounds_them():
     keys = torch.tensor([[[3, -4, 5, 0], [1, -1, 2, -2], [0, 1, 0, 4], [-1, 0, 1, 2], [9, 9, 9, 9]]])
-    maxima, minima = digest(keys, page=2)
+    maxima, minima = digest(keys, 2, "min-max")
     assert maxima.tolist() == [[[3, -1, 5, 0], [0, 1, 1, 4]]]
     assert minima.tolist() == [[[1, -4, 2, -2], [-1, 0, 0, 2]]]
     query = torch.tensor([[[1, -2, 0, 1], [-1, 0, 0, 0]]])
     # first query head, first page: 1 * 3, -2 * -4, 0, 1 * 0; second page: 1 * 0, -2 * 0, 0, 1 * 4; over the root of 4
     assert score(query, maxima, minima).tolist() == [[[11 / 2, 4 / 2], [-1 / 2, 1 / 2]]]
+    upper, lower = digest(keys, 4, "cuboid-mean")  # centre 1, -1.5, 2.5, 1; distance 1.25, 1.75, 1.75, 2
+    assert upper.tolist() == [[[2.25, 0.25, 4.25, 3]]] and lower.tolist() == [[[-0.25, -3.25, 0.75, -1]]]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,15 @@ def test_only_similarity_below_tau_is_corrected(tau, corrected, attended):
     assert (step.corrected, step.attended) == ([corrected], [attended])
 
 
+def corners_by_loops(numbers, kind):
+    """Of a box in one dimension."""
+    if kind == "min-max":
+        return max(numbers), min(numbers)
+    centre = (max(numbers) + min(numbers)) / 2
+    distance = sum(abs(number - centre) for number in numbers) / len(numbers)
+    return centre + distance, centre - distance
+
+
 def attended_by_loops(query, keys, settings):
     """Pages attended to when the query selects in a context of these keys: numbers and loops, one kv head at a time."""
     pages = [list(range(keys.shape[1]))[i : i + settings.page] for i in range(0, keys.shape[1], settings.page)]
@@ -131,8 +142,9 @@ def attended_by_loops(query, keys, settings):
     for group, head_keys in zip(query.tolist(), keys.tolist(), strict=True):
         pooled = dict.fromkeys(middle, 0.0)
         for q in group:
-            bounds = {j: sum(max(x * head_keys[t][d] for t in pages[j]) for d, x in enumerate(q)) for j in middle}
-            weights = {j: math.exp(bounds[j] / len(q) ** 0.5) for j in middle}
+            box = {j: [corners_by_loops([head_keys[t][d] for t in pages[j]], settings.digest) for d in range(len(q))] for j in middle}
+            scores = {j: sum(max(x * corner for corner in box[j][d]) for d, x in enumerate(q)) for j in middle}
+            weights = {j: math.exp(scores[j] / len(q) ** 0.5) for j in middle}
             pooled = {j: pooled[j] + weights[j] / sum(weights.values()) for j in middle}
         best = sorted(middle, key=lambda j: (-pooled[j], j))[: settings.selected_pages]
         attended.append(sorted({*range(len(pages))} - {*middle} | {*best}))
@@ -140,10 +152,10 @@ def attended_by_loops(query, keys, settings):
 
 
 @pytest.mark.parametrize("tau", [ALWAYS, SOMETIMES, NEVER])
-@pytest.mark.parametrize("sink, window", [(4, 4), (0, 8)])
-def test_decoding_equals_loops_over_tokens(tau, sink, window):
+@pytest.mark.parametrize("sink, window, kind", [(4, 4, "cuboid-mean"), (0, 8, "min-max")])
+def test_decoding_equals_loops_over_tokens(tau, sink, window, kind):
     heads, group, dim, prompt, total = 3, 2, 4, 13, 49
-    settings = OracleSettings(budget=sink + window + 12, sink=sink, window=window, tau=tau, page=4, dense_layers=())
+    settings = OracleSettings(sink + window + 12, sink, window, tau, page=4, dense_layers=(), digest=kind)
     torch.manual_seed(0)
     all_keys, all_values = torch.randn(2, heads, total, dim)
     queries = torch.randn(heads, group, total, dim)

@@ -36,8 +36,9 @@ NEVER, TAUS = -2.0, (0.7, 0.8, 0.85, 0.95, 1.0)  # below every cosine; what run.
 def systems_of(taus: list[float]) -> dict[str, dict]:
     """What each system adds to the flags that all have, by the name of its results; stock SGLang is dense attention."""
     retrieval = {name: {"--kv-retrieval": name} for name in POLICIES}
-    by_tau = {"freekv-no-correction": NEVER} | {f"freekv-tau-{tau:.2f}": tau for tau in taus}
-    return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | {"--freekv-tau": tau} for name, tau in by_tau.items()}
+    ablations = {"freekv-min-max": {"--freekv-digest": "min-max"}, "freekv-no-correction": {"--freekv-tau": NEVER}}
+    ablations |= {f"freekv-tau-{tau:.2f}": {"--freekv-tau": tau} for tau in taus}
+    return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | flags for name, flags in ablations.items()}
 
 
 def flags_of(flags: dict, budget: Budget, options) -> dict:

@@ -68,7 +68,7 @@ def servers(tmp_path, monkeypatch):
 
 def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatch, capsys):
     status, results, started = servers("--taus", "0.7", "0.8")
-    sparse = ["freekv", "another", "freekv-no-correction", "freekv-tau-0.70"]
+    sparse = ["freekv", "another", "freekv-min-max", "freekv-no-correction", "freekv-tau-0.70"]
     names = ["all/full", *(f"{budget}/{name}" for name in sparse for budget in (160, 192))]
     assert sorted(results) == sorted(f"{task}/360/{name}" for name in names for task in ("magic-number", "code-word"))
     assert status == 1 and "does not start" in capsys.readouterr().out and len(started) == len(names)
@@ -89,8 +89,8 @@ def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatc
 def test_a_server_is_started_for_what_is_not_there(servers):
     servers("--taus", "0.7", "--only", "*/full", "code-word/*")
     _, _, started = servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*")
-    assert [server.flags.get("--freekv-budget") for server in started] == [160] * 3
-    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == 4
+    assert [server.flags.get("--freekv-budget") for server in started] == [160] * 4
+    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == 5
 
 
 def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):

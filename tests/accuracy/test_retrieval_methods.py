@@ -34,6 +34,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FREEKV = {
     "freekv": FreeKV(),
     "freekv-no-correction": FreeKV(correction=False),
+    "freekv-min-max": FreeKV(digest="min-max"),
     "freekv-max-pool": FreeKV(pooling="max-softmax"),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
@@ -217,7 +218,7 @@ def naive_arkvale(request, budget, method):
 def freekv_select(query, keys, n, budget, method):
     """Pages of one kv head for a context of n tokens."""
     _, candidates, _ = layout(n, budget)
-    scores = torch.tensor(page_scores(query, keys, candidates, budget.page), dtype=torch.float64)
+    scores = torch.tensor(page_scores(query, keys, candidates, budget.page, method.digest), dtype=torch.float64)
     if method.scaled:
         scores = scores / DIM**0.5
     odds = [torch.softmax(scores[:, one], dim=0).tolist() for one in range(GROUP)]
@@ -524,6 +525,7 @@ def test_entries_are_the_settings_that_their_names_say():
     [
         (lambda: FreeKV(tau=1.5), "expected -1 to 1"),
         (lambda: FreeKV(pooling="sum"), "expected one of mean-softmax"),
+        (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),
         (lambda: LouisKV(tau=2), "expected -1 to 1"),
         (lambda: FreeKV().begin(Text.random(300).prompt, Budget(129, 16, 32, 16)), "multiples of page"),

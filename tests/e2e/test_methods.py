@@ -10,7 +10,7 @@ from serving import freekv
 from sglang_freekv.config import METHODS
 
 LAYERS, HEADS = 7, 2  # retrieval layers of the needle model, and their kv heads
-BLOCKING = [method for method, tau in METHODS.items() if tau is None]
+BLOCKING = [method for method, defaults in METHODS.items() if defaults.tau is None]
 
 
 @pytest.fixture(scope="module")

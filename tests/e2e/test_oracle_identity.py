@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tasks
 from oracle import Oracle, OracleSettings
-from serving import NEEDLE_MODEL, TestServer, freekv
+from serving import KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
 SETTINGS = {
     "always-corrected": OracleSettings(budget=256, sink=64, window=64, tau=2, page=32),
-    "never-corrected-small-pages": OracleSettings(budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3)),
+    "never-corrected-small-pages": OracleSettings(budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max"),
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=()),
 }
 
@@ -30,7 +30,8 @@ def servers(serve) -> dict[str, TestServer]:
 
 def flags_of(settings: OracleSettings) -> dict:
     dense = ",".join(map(str, settings.dense_layers)) or "none"
-    flags = freekv(settings.budget, sink=settings.sink, window=settings.window, tau=settings.tau, dense_layers=dense)
+    edges = {"sink": settings.sink, "window": settings.window}
+    flags = freekv(settings.budget, **edges, tau=settings.tau, dense_layers=dense, digest=settings.digest)
     return flags | {"--page-size": settings.page, "--chunked-prefill-size": 512}
 
 
@@ -71,7 +72,7 @@ def test_the_default_way(fleet, oracle):
 def test_other_settings(servers, oracle, name):
     settings = SETTINGS[name]
     corrected = check(servers[name], oracle, settings, prompts_of(seed=len(name)))
-    every_head = 2 * (6 - len(settings.dense_layers)) * (NEW_TOKENS - 1)
+    every_head = KV_HEADS * (LAYERS - len(settings.dense_layers)) * (NEW_TOKENS - 1)
     if settings.tau > 1:  # non-speculative retrieval
         assert corrected == [every_head] * len(corrected)
     elif settings.tau < -1:

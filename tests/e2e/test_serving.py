@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sglang as sgl
 import tasks
-from serving import NEEDLE_MODEL, cpu_environment, freekv
+from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, cpu_environment, freekv
 
 
 def a_document(length: int = 2048, seed: int = 3):
@@ -58,10 +58,10 @@ def test_server_info_and_metrics(fleet):
     state, info = fleet.small.when_idle(), fleet.small.get("/server_info")
     after = state["totals"]
     assert {name: after[name] - before[name] for name in after} == {name: counts[name] for name in after}
-    assert counts["hits"] + counts["pages_recalled"] >= 29 * 5 * 2 * 8 > 0
+    assert counts["hits"] + counts["pages_recalled"] >= 29 * (LAYERS - 1) * KV_HEADS * 8 > 0
     built = info["freekv"]
     assert built["budget_tokens"] == 512 and built["sink_tokens"] == built["window_tokens"] == 128
-    assert built["host_bytes"] == (131072 + 32) * 5 * 2 * 2 * 64 * 4
+    assert built["host_bytes"] == (131072 + 32) * (LAYERS - 1) * 2 * KV_HEADS * HEAD_DIM * 4
     assert state["rows_used"] == 0 and state["host_pages_total"] == 4096
     time.sleep(1)  # the scheduler exports when it finds itself idle
     exported = {}
@@ -70,7 +70,7 @@ def test_server_info_and_metrics(fleet):
             if line.startswith("sglang:freekv_"):
                 exported[line.split("{")[0].removeprefix("sglang:freekv_")] = float(line.split()[-1])
     assert exported["pages_recalled_total"] == exported["device_cache_misses_total"] == after["pages_recalled"]
-    assert exported["recall_bytes_total"] == after["pages_recalled"] * 2 * 32 * 64 * 4
+    assert exported["recall_bytes_total"] == after["pages_recalled"] * 2 * 32 * HEAD_DIM * 4
     assert exported["device_cache_hits_total"] == after["hits"]
     assert exported["corrected_heads_total"] == after["heads_corrected"]
     assert exported["host_pages_used"] == state["host_pages_used"] and exported["host_pages_total"] == 4096

@@ -1,6 +1,6 @@
 """SGLang's own test kits against servers with KV retrieval.
 
-Left out are the probes that ask for facts of the world, which no 11-million-parameter model knows. The branching kit states what a
+Left out are the probes that ask for facts of the world, which no model of the needle questions knows. The branching kit states what a
 tree for linear-attention models does; a tree for full attention hits at the branching point one request earlier.
 """
 
@@ -54,11 +54,6 @@ class TestAbortAll(OnTheFleet, AbortAllMixin):
     abort_all_num_requests = 16
 
 
-class TestPause(OnTheFleet, PauseResumeInPlaceMixin):
-    __test__ = True
-    pause_num_requests, pause_max_new_tokens, pause_duration = 8, 200, 2
-
-
 class TestBranching(OnTheFleet, PrefixCacheBranchingMixin):
     __test__ = True
     cache_chunk_size = 32
@@ -103,6 +98,12 @@ def test_radix_attention_kit(random_server, monkeypatch):
     monkeypatch.setattr(radix_cache_server_kit, "gen_radix_tree", tree)
     radix_cache_server_kit.run_radix_attention_test(random_server.url)
     assert random_server.flush()["host_pages_used"] == 0
+
+
+def test_pause_kit(random_server):
+    settings = {"base_url": random_server.url, "pause_num_requests": 8, "pause_max_new_tokens": 1000, "pause_duration": 2}
+    type("Case", (PauseResumeInPlaceMixin, unittest.TestCase), settings)().test_pause_resume_in_place()
+    assert random_server.flush()["rows_used"] == 0
 
 
 def test_multiturn_cache_hit_kit(random_server, random_model, tmp_path):

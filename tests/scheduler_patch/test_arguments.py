@@ -7,9 +7,9 @@ from serving import NEEDLE_MODEL
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
     "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
-    "freekv-host-memory", "freekv-recall", "freekv-host-layout",
+    "freekv-host-memory", "freekv-digest", "freekv-recall", "freekv-host-layout",
 )  # fmt: skip
-CHOICES = {"freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
+CHOICES = {"freekv-digest": "min-max", "freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
 YAML = """
 model-path: {model}
 device: cpu
@@ -122,6 +122,7 @@ def test_defaults(outcomes):
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
+        "digest": "cuboid-mean",
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "device_cache_tokens": None, "recall": "zero-copy",
         "host_layout": "hnd", "canary": "off",
     }  # fmt: skip

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from build_server_args import run
-from serving import NEEDLE_MODEL
+from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 
-LLAMA = json.loads((NEEDLE_MODEL / "config.json").read_text())
-LAYERS = LLAMA["num_hidden_layers"]
 ALL_LAYERS = ",".join(map(str, range(LAYERS)))
 
 FLAGS = {  # option of ServerArgs: how a user types it
@@ -133,7 +131,7 @@ def models(tmp_path_factory):
     changes = {name: change for name, (change, _) in MODELS.items()} | SERVED
     for name, change in changes.items():
         (directory / name).mkdir()
-        (directory / name / "config.json").write_text(json.dumps(LLAMA | change))
+        (directory / name / "config.json").write_text(json.dumps(NEEDLE_CONFIG | change))
     return {name: directory / name for name in changes}
 
 

@@ -36,6 +36,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "louiskv": LouisKV,
     "freekv": FreeKV,
     "freekv-no-correction": partial(FreeKV, correction=False),
+    "freekv-min-max": partial(FreeKV, digest="min-max"),
     "freekv-max-pool": partial(FreeKV, pooling="max-softmax"),
     "freekv-early-query": partial(FreeKV, early=True),
     "freekv-unscaled": partial(FreeKV, scaled=False),

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from method import Budget, Prompt, Step, Trace
 
-from .pages import Layout, Pages, grouped, min_max, similarity
+from .pages import Layout, Pages, cuboid_mean, grouped, min_max, similarity
+
+DIGESTS = {"min-max": min_max, "cuboid-mean": cuboid_mean}
 
 POOLINGS = {
     "mean-softmax": lambda scores: scores.softmax(-1).mean(2),
@@ -30,6 +32,7 @@ class FreeKV:
         correction: False never corrects.
         pooling: of a group's scores, to the ranking.
         scaled: scores over sqrt(D) before the softmax. The authors' accuracy code has them unscaled.
+        digest: of a page. The paper has Quest's, "min-max"; the server's default is ArkVale's, which finds more.
         early: the query that selects, and that the similarity is with, is the step's own, made of the input of the layer before, in
             place of the last step's.
     """
@@ -40,16 +43,18 @@ class FreeKV:
     correction: bool = True
     pooling: Literal["mean-softmax", "max-softmax", "max-scores"] = "mean-softmax"
     scaled: bool = True
+    digest: Literal["min-max", "cuboid-mean"] = "cuboid-mean"
     early: bool = False
 
     def __post_init__(self) -> None:
         if not -1 <= self.tau <= 1:
             raise ValueError(f"tau {self.tau}: expected -1 to 1")
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling {self.pooling}: expected one of {', '.join(POOLINGS)}")
+        for name, allowed in (("pooling", POOLINGS), ("digest", DIGESTS)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} {value}: expected one of {', '.join(allowed)}")
 
     def begin(self, prompt: Prompt, budget: Budget) -> FreeKVCache:
-        return FreeKVCache(self, prompt, Pages(prompt, Layout.of(budget), min_max))
+        return FreeKVCache(self, prompt, Pages(prompt, Layout.of(budget), DIGESTS[self.digest]))
 
 
 class FreeKVCache:
