@@ -25,7 +25,7 @@ with mock.patch.object(sys, "path", [str(PUBLISHED), str(ROOT / "benchmarks"), *
     driver = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(driver)
 
-BUILT = {"method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9}
+BUILT = {"method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9, "digest": "min-max"}
 BUILT |= {"page_size": 32, "dense_layers": [0]}
 MATH = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4"}]
 DIARY = {
@@ -157,7 +157,7 @@ def test_list_and_dry_run_ask_no_server(drive, capfd):
     server, dense, evaluator = done.out.splitlines()
     assert server == (
         "server: python -m sglang.launch_server --model-path M --kv-retrieval freekv --freekv-budget 2048 --freekv-sink 128 "
-        "--freekv-window 128 --freekv-tau 0.8"
+        "--freekv-window 128 --freekv-tau 0.8 --freekv-digest min-max"
     )
     assert dense == "server to compare with: python -m sglang.launch_server --model-path M"
     assert evaluator.startswith("evaluator: ") and " --eval-name longbench_v2 " in evaluator
@@ -230,14 +230,14 @@ def test_scores_and_what_retrieval_did(drive, problems, serve, lm_eval):
         more = drive(server.url, "math500", "--data", problems, "--limit", 500)
     assert done.status == 0 and "WARNING" not in done.out and "answered yes\nanswered yes\n" in done.out
     (key, result), *_ = done.report["results"].items()
-    assert key == "tiny/freekv-2048-512-512-0.9/all"
+    assert key == "tiny/freekv-2048-512-512-0.9-min-max/all"
     assert result["scores"] == {"pass@8": 100, "avg@8": 50, "boxed": 75}
     assert result["retrieval"] == dict.fromkeys(server.totals, 20)  # two answers, two schedulers
     assert result["preset"]["sampling"]["samples"] == 8 and result["server"]["freekv"] == BUILT and result["warnings"] == []
     assert "-m lm_eval --model local-chat-completions" in result["command"]
     assert done.report["runs"][0]["command"].startswith("python3 benchmarks/accuracy/published/run.py --benchmark math500 ")
     assert next(line for line in done.out.splitlines() if line.startswith(key)).split() == [key, "100", "50", "75", "0.5", "20"]
-    assert list(more.report["results"]) == [key, *(f"tiny/freekv-2048-512-512-0.9/first{limit}" for limit in (1, 500))]
+    assert list(more.report["results"]) == [key, *(f"tiny/freekv-2048-512-512-0.9-min-max/first{limit}" for limit in (1, 500))]
     assert again.out.count("answered yes") == 1 and more.out.count("answered yes") == 2
 
 
@@ -254,7 +254,7 @@ def test_a_server_with_other_settings(drive, problems, serve, lm_eval):
     with serve(built=BUILT | {"tau": 0.8, "dense_layers": []}) as server:
         done = drive(server.url, "math500", "--data", problems)
     expected = ["tau: expected 0.9, the server has 0.8", "dense_layers: expected [0], the server has []"]
-    assert done.report["results"]["tiny/freekv-2048-512-512-0.8/all"]["warnings"] == expected
+    assert done.report["results"]["tiny/freekv-2048-512-512-0.8-min-max/all"]["warnings"] == expected
     assert all(f"WARNING {warning}" in done.out for warning in expected)
 
 
@@ -265,7 +265,7 @@ def test_retrieval_that_did_nothing(drive, problems, serve, lm_eval):
         server.info = lambda: info
         done = drive(server.url, "math500", "--data", problems)
     assert done.status == 0 and "WARNING no page was selected" in done.out
-    assert set(done.report["results"]["tiny/freekv-2048-512-512-0.9/all"]["retrieval"].values()) == {0}
+    assert set(done.report["results"]["tiny/freekv-2048-512-512-0.9-min-max/all"]["retrieval"].values()) == {0}
 
 
 def test_an_evaluator_that_fails(drive, problems, serve, lm_eval):
@@ -273,8 +273,8 @@ def test_an_evaluator_that_fails(drive, problems, serve, lm_eval):
     with serve() as server:
         done = drive(server.url, "math500", "--data", problems)
     assert done.status == 7 and "half way\n" in done.out
-    assert "FAILED tiny/freekv-2048-512-512-0.9/all: EvaluatorFailed: lm_eval ended with status 7" in done.out
-    assert done.report["results"] == {} and "tiny/freekv-2048-512-512-0.9/all" in done.report["runs"][0]["failures"]
+    assert "FAILED tiny/freekv-2048-512-512-0.9-min-max/all: EvaluatorFailed: lm_eval ended with status 7" in done.out
+    assert done.report["results"] == {} and "tiny/freekv-2048-512-512-0.9-min-max/all" in done.report["runs"][0]["failures"]
 
 
 def test_an_evaluator_that_leaves_nothing(drive, problems, serve, lm_eval):
@@ -356,7 +356,7 @@ def test_ruler_from_files(drive, serve, tmp_path):
         server.answer = lambda path, body: " 11" if body["prompt"] == "niah_single_1? It is" else " in Paris."
         done = drive(server.url, "ruler", "--data", tmp_path / "data", "--limit", 1)
     assert done.status == 0 and "WARNING" not in done.out
-    scores = done.report["results"]["tiny/freekv-2048-128-128-0.8/first1"]["scores"]
+    scores = done.report["results"]["tiny/freekv-2048-128-128-0.8-min-max/first1"]["scores"]
     assert scores == {"mean": 100, "niah_single_1": 100, "qa_2": 100, "questions": 2, "longest": 4096}
     assert sorted((path, body["max_tokens"], body["temperature"]) for path, body in server.bodies) == [
         ("/v1/completions", 32, 0),
@@ -366,7 +366,11 @@ def test_ruler_from_files(drive, serve, tmp_path):
 
 @pytest.mark.parametrize(
     "built, name",
-    [(None, "stock"), (BUILT, "freekv-2048-512-512-0.9"), (BUILT | {"method": "quest", "tau": None}, "quest-2048-512-512")],
+    [
+        (None, "stock"),
+        (BUILT, "freekv-2048-512-512-0.9-min-max"),
+        (BUILT | {"method": "quest", "tau": None}, "quest-2048-512-512-min-max"),
+    ],
 )
 def test_a_result_is_named_by_the_system(built, name):
     assert name_of({"freekv": built}) == name

@@ -84,7 +84,8 @@ def test_servers_take_the_flags(name):
     preset, flags = PRESETS[name], PRESETS[name].server_flags()
     source = (ROOT / "scheduler_patch" / "arguments.py").read_text()
     assert all(f'"{flag[2:].replace("-", "_")}"' in source for flag in flags)
-    config = FreeKVConfig(budget_tokens=preset.budget, sink_tokens=preset.sink, window_tokens=preset.window, tau=preset.tau)
+    edges = {"sink_tokens": preset.sink, "window_tokens": preset.window}
+    config = FreeKVConfig(budget_tokens=preset.budget, **edges, tau=preset.tau, digest="min-max")
     built = vars(config) | {"dense_layers": list(config.dense_layers)}
     assert preset.differences(built) == [] and len(preset.differences(built | {"page_size": 16, "tau": 0})) == 2
     assert "--kv-retrieval" not in preset.server_command("M", dense=True)

@@ -164,7 +164,7 @@ def test_engine_raises_value_errors(outcomes):
 def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
     freekv = outcomes[f"edges {()}"]["config"]
     for case, changes in (
-        ("quest", {"method": "quest", "page_size": 16}),
+        ("quest", {"method": "quest", "page_size": 16, "digest": "min-max"}),
         ("engine, another method", {"method": "arkvale", "page_size": 16, "budget_tokens": 1024, "sink_tokens": 256, "window_tokens": 256}),
     ):
         memory = outcomes[case]["config"]["host_memory_gib"]

@@ -18,8 +18,8 @@ def name_of(info: dict) -> str:
     built = info.get("freekv")
     if built is None:
         return "stock"
-    name = "{method}-{budget_tokens}-{sink_tokens}-{window_tokens}".format(**built)
-    return name if built["tau"] is None else f"{name}-{built['tau']:g}"
+    settings = [built[name] for name in ("method", "budget_tokens", "sink_tokens", "window_tokens", "tau", "digest")]
+    return "-".join(format(setting, "g") if isinstance(setting, float) else str(setting) for setting in settings if setting is not None)
 
 
 def totals_of(info: dict) -> dict[str, int] | None:
