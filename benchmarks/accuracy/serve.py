@@ -30,13 +30,15 @@ from sglang_freekv.launch.server import Server, free_port  # noqa: E402
 from sglang_freekv.policy import POLICIES  # noqa: E402
 from sglang_freekv.scheduler_patch.cpu import cpu_environment  # noqa: E402
 
-NEVER, TAUS = -2.0, (0.7, 0.8, 0.85, 0.95, 1.0)  # below every cosine; what run.py has beside the default
+NEVER = -2.0  # below every cosine
+TAUS, PAGES = (0.7, 0.8, 0.85, 0.95, 1.0), (16, 8)  # what run.py has beside the default
 
 
 def systems_of(taus: list[float]) -> dict[str, dict]:
     """What each system adds to the flags that all have, by the name of its results; stock SGLang is dense attention."""
     retrieval = {name: {"--kv-retrieval": name} for name in POLICIES}
     ablations = {"freekv-min-max": {"--freekv-digest": "min-max"}, "freekv-no-correction": {"--freekv-tau": NEVER}}
+    ablations |= {f"freekv-page-{page}": {"--page-size": page} for page in PAGES}
     ablations |= {f"freekv-tau-{tau:.2f}": {"--freekv-tau": tau} for tau in taus}
     return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | flags for name, flags in ablations.items()}
 
@@ -53,7 +55,7 @@ def flags_of(flags: dict, budget: Budget, options) -> dict:
         return all_flags | ({"--attention-backend": "torch_native"} if on_cpu else {"--attention-backend": "flashinfer"})
     dense = ",".join(map(str, range(options.dense_layers))) or "none"
     edges = {"--freekv-budget": budget.total, "--freekv-sink": budget.sink, "--freekv-window": budget.window, "--page-size": budget.page}
-    return all_flags | flags | edges | {"--freekv-dense-layers": dense, "--freekv-host-memory": options.host_memory}
+    return all_flags | edges | flags | {"--freekv-dense-layers": dense, "--freekv-host-memory": options.host_memory}
 
 
 @contextmanager
@@ -109,7 +111,8 @@ def ask(server: Server, cell: Cell, key: str, identity: dict, options, report: R
         layers = (server.get("/server_info").get("freekv") or {}).get("retrieval_layers", 0)
         scores = [score(prompt, answer["output_ids"]) for prompt, answer in zip(cell.prompts, answers, strict=True)]
         generated = [answer["meta_info"]["completion_tokens"] for answer in answers]
-        trace = counted(answers, options.page, layers, config["num_key_value_heads"])
+        page = identity["budget"] and json.loads(identity["settings"]).get("--page-size", options.page)
+        trace = counted(answers, page, layers, config["num_key_value_heads"])
         report.add(key, identity | {"scores": scores, "generated": generated, "trace": trace})
 
 

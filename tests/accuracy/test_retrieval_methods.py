@@ -35,6 +35,8 @@ FREEKV = {
     "freekv": FreeKV(),
     "freekv-no-correction": FreeKV(correction=False),
     "freekv-min-max": FreeKV(digest="min-max"),
+    "freekv-page-16": FreeKV(page=16),
+    "freekv-page-8": FreeKV(page=8),
     "freekv-max-pool": FreeKV(pooling="max-softmax"),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
@@ -228,6 +230,7 @@ def freekv_select(query, keys, n, budget, method):
 
 
 def naive_freekv(request, budget, method):
+    budget = replace(budget, page=method.page or budget.page)
     asked = list(request.queries[request.tokens - 1])
     ahead = [freekv_select(asked[head], request.keys[head], request.tokens + 1, budget, method) for head in range(HEADS)]
     for at in request.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from dataclasses import replace
@@ -88,6 +89,7 @@ class CapturedEngine(Engine):
         for _ in range(2):
             self._step()
         self.graph = torch.cuda.CUDAGraph()
+        gc.collect()  # an engine of before that went during the capture would unpin its memory, which ends a capture
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
             self.outputs = self._step()

@@ -37,6 +37,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv": FreeKV,
     "freekv-no-correction": partial(FreeKV, correction=False),
     "freekv-min-max": partial(FreeKV, digest="min-max"),
+    "freekv-page-16": partial(FreeKV, page=16),
+    "freekv-page-8": partial(FreeKV, page=8),
     "freekv-max-pool": partial(FreeKV, pooling="max-softmax"),
     "freekv-early-query": partial(FreeKV, early=True),
     "freekv-unscaled": partial(FreeKV, scaled=False),
