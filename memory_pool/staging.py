@@ -40,6 +40,7 @@ class Staging:
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
         self.context_tokens = 0
         self.prefixes: Prefixes | None = None
+        self.laid_out: Handle | None = None  # keeps what that reads alive
         self.arrived: list[Handle] = []  # of each buffer
         self.examined: list[Handle] = []  # by the canary; nobody waits for it before the pass is over
 
@@ -67,7 +68,7 @@ class Staging:
             self.prefixes = lay_out()
 
         self.context_tokens = context_tokens
-        self.stream.submit(take, behind)
+        self.laid_out = self.stream.submit(take, behind)
         self.arrived = [self._stream(layer, behind) for layer in range(min(2, len(self.host.layers)))]
 
     def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

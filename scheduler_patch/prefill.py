@@ -6,12 +6,14 @@ import math
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
+from sglang_freekv.retrieval import Scheduled
+
 
 def mark_tables(scheduler, batch, *args, **kwargs) -> None:
     """BEFORE a batch is launched, on SGLang's schedule stream: what the scheduler wrote for it is written behind this point."""
     if batch.forward_mode.is_extend():
         retrieval = scheduler.token_to_kv_pool_allocator.get_kvcache().retrieval
-        retrieval.scheduled = retrieval.transfers.mark()
+        retrieval.scheduled = Scheduled(retrieval.transfers.mark(), batch.req_pool_indices)
 
 
 def whole_pages(adder, req) -> None:

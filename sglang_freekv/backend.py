@@ -55,9 +55,12 @@ class FreeKVAttnBackend(AttentionBackend):
             lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
             self.batch = ExtendBatch.build(rows, page_table, *lengths, page_size)
 
+            scheduled = self.retrieval.scheduled
+            table_rows = rows if scheduled is None else scheduled.rows
+
             def host_pages(request: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
-                """Not by ``rows``: SGLang's own tensor is there when its tables are, ours when the pass before has run."""
-                return self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[request], page * page_size] // page_size
+                """By the scheduler's own rows: those of ``forward_batch`` are in a buffer that SGLang fills behind the pass before."""
+                return self.req_to_token_pool.req_to_token[table_rows[request], page * page_size] // page_size
 
             self.retrieval.prepare_extend(self.batch, lambda: Prefixes.build(host_pages, *lengths, page_size, rows.device))
 

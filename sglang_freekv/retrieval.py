@@ -8,7 +8,7 @@ that is full, and behind the attention selects for the next step what the transf
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -45,6 +45,17 @@ class Recall(Protocol):
     def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int) -> None: ...
 
 
+class Scheduled(NamedTuple):
+    """What the scheduler has written for the next extend; all of it is there behind ``written``.
+
+    Args:
+        rows: ``[B]`` rows of its requests in the scheduler's tables.
+    """
+
+    written: Handle
+    rows: torch.Tensor
+
+
 class Retrieval:
     """The retrieval engine of one model: every layer here is a retrieval layer, numbered from 0.
 
@@ -75,7 +86,7 @@ class Retrieval:
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.settled: Handle | None = None  # of all passes but the last, if that is a graph and fills no page
-        self.scheduled: Handle | None = None  # of the scheduler's tables for the next pass
+        self.scheduled: Scheduled | None = None  # for the next pass
         self.counts = torch.zeros(2, self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
@@ -155,7 +166,7 @@ class Retrieval:
             prefixes: lays them out, from the scheduler's tables.
         """
         self.complete_all_transfers()
-        behind = None if self.settled is None or self.scheduled is None else (self.settled, self.scheduled)
+        behind = None if self.settled is None or self.scheduled is None else (self.settled, self.scheduled.written)
         self.settled = self.scheduled = None
         self.store.staging.begin(sum(batch.key_lens), prefixes, behind)
         self.extend_attention.plan(batch.query_lens, batch.key_lens)

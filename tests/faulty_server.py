@@ -1,9 +1,10 @@
-"""An SGLang server whose host memory goes bad when a file says so: ``python -m sglang.launch_server`` with one more option.
+"""An SGLang server whose host memory goes bad, or whose GPU slows down, when a file says so: ``python -m sglang.launch_server`` with one
+more option.
 
     python tests/faulty_server.py --damage damage.json --model-path MODEL --kv-retrieval freekv
 
 The file holds ``{"layer": retrieval layer, "head": kv head, "pages": [host page, ...], "rank": rank}``; that rank turns one bit of each of
-those units, and the file goes.
+those units, and the file goes. With ``"graph_delay": cycles`` each decode graph from then on begins so many cycles of the GPU late.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ def run_scheduler(path: Path, *args, **kwargs):
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from sglang_freekv.memory_pool import store
+    from sglang_freekv.retrieval import Retrieval
 
-    build = store.Store.build
+    build, prepare_replay, delay = store.Store.build, Retrieval.prepare_replay, [0]
+
+    def prepare_and_delay(retrieval: Retrieval, fills_page: bool) -> None:
+        prepare_replay(retrieval, fills_page)
+        if delay[0]:
+            torch.cuda._sleep(delay[0])
 
     def watch(built: store.Store) -> None:
         while True:
@@ -37,6 +44,7 @@ def run_scheduler(path: Path, *args, **kwargs):
                 for page in damage["pages"]:
                     unit = built.host.layers[damage["layer"]][page, damage["head"]]
                     unit[1, 3].view(torch.int32)[2] ^= 1 << 30  # of an exponent
+                delay[0] = damage.get("graph_delay", delay[0])
                 path.unlink()
 
     def build_and_watch(*args, **kwargs) -> store.Store:
@@ -44,7 +52,7 @@ def run_scheduler(path: Path, *args, **kwargs):
         threading.Thread(target=watch, args=(built,), daemon=True).start()
         return built
 
-    store.Store.build = build_and_watch
+    store.Store.build, Retrieval.prepare_replay = build_and_watch, prepare_and_delay
     return run_scheduler_process(*args, **kwargs)
 
 

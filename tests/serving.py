@@ -95,8 +95,15 @@ class FaultyServer(TestServer):
         Args:
             layer: of the model; layer 0 is dense, the others are retrieval layers.
         """
+        self._say({"layer": layer - 1, "head": head, "pages": pages, "rank": rank})
+
+    def delay_graphs(self, cycles: int) -> None:
+        """Have every decode graph begin late, so that what the host launches behind it waits; two cycles of an H200 take a nanosecond."""
+        self._say({"pages": [], "rank": 0, "graph_delay": cycles})
+
+    def _say(self, what: dict) -> None:
         ready = self.damage_file.with_suffix(".new")
-        ready.write_text(json.dumps({"layer": layer - 1, "head": head, "pages": pages, "rank": rank}))
+        ready.write_text(json.dumps(what))
         ready.rename(self.damage_file)
         while self.damage_file.exists():
             time.sleep(0.02)

@@ -13,7 +13,7 @@ from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expe
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.retrieval import AHEAD, NOW, Retrieval
+from sglang_freekv.retrieval import AHEAD, NOW, Retrieval, Scheduled
 
 torch.set_num_threads(1)
 
@@ -185,7 +185,7 @@ def test_prefixes_come_beside_the_last_pass_only_if_that_is_a_graph_that_fills_n
     retrieval.store.staging.begin = lambda tokens, prefixes, points: (behind.append(points), begin(tokens, prefixes, points))
 
     def extend(upto: int) -> bool:
-        retrieval.scheduled = retrieval.transfers.mark()
+        retrieval.scheduled = Scheduled(retrieval.transfers.mark(), None)
         engine.extend(engine.requests, [upto])
         return behind[-1] is not None
 

@@ -18,6 +18,7 @@ from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
+from sglang_freekv.retrieval import Scheduled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
@@ -197,7 +198,10 @@ class ScheduledEngine(CapturedEngine):
     def __init__(self, stream, generator: random.Random | None) -> None:
         super().__init__(CONFIGS["tight"], PROMPTS, 4 * STEPS, stream, device="cuda")
         self.random, self.schedule = generator, torch.cuda.Stream()
-        self.lookups = iter(torch.zeros((40, 1, 400), dtype=torch.int64, device="cuda"))
+        self.tables = torch.zeros((40, 400), dtype=torch.int64, device="cuda")
+        self.rows_of_pass = torch.zeros(1, dtype=torch.int64, device="cuda")  # SGLang's buffer, which each pass fills on its stream
+        self.table_rows = lambda: self.retrieval.scheduled.rows
+        self.hits = 0
         torch.cuda.synchronize()
         self.capture()
         self.extend(self.requests, PROMPTS)
@@ -218,16 +222,18 @@ class ScheduledEngine(CapturedEngine):
         pages = torch.cat((request.pages[: prefix // self.config.page_size], own))
         newcomer = Request(prefix + 5, request.total, row, pages, self.generator, tokens=prefix)
         newcomer.q, newcomer.k, newcomer.v = request.q, request.k, request.v
-        lookup, size = next(self.lookups), self.config.page_size
+        size, self.hits = self.config.page_size, self.hits + 1
         with torch.cuda.stream(self.schedule):
             self._delay()
-            lookup[:, : len(pages)] = self.to_device(pages)
-            self.retrieval.scheduled = self.retrieval.transfers.mark()
+            self.tables[self.hits, : len(pages)] = self.to_device(pages)
+            scheduled = torch.full_like(self.rows_of_pass, self.hits)
+            self.retrieval.scheduled = Scheduled(self.retrieval.transfers.mark(), scheduled)
         torch.cuda.current_stream().wait_stream(self.schedule)
+        self.rows_of_pass.copy_(scheduled)
         rows, table = self._tensors([newcomer])
-        batch = ExtendBatch.build(rows, table, [prefix], [5], size)
+        batch, table_rows = ExtendBatch.build(rows, table, [prefix], [5], size), self.table_rows()
         self.retrieval.prepare_extend(
-            batch, lambda: Prefixes.build(lambda request, page: lookup[request, page], [prefix], [5], size, rows.device)
+            batch, lambda: Prefixes.build(lambda request, page: self.tables[table_rows[request], page], [prefix], [5], size, rows.device)
         )
         tokens = [[self.to_device(getattr(newcomer, x)[layer, prefix : prefix + 5]) for x in "qkv"] for layer in range(LAYERS)]
         return [self.retrieval.extend(layer, *tokens[layer], batch, DIM**-0.5) for layer in range(LAYERS)]
@@ -237,7 +243,7 @@ def _newcomers(stream=cuda_stream, generator=None, broken=None) -> torch.Tensor:
     """Prefix hits between captured steps, on all pages of a request that goes on decoding, those just filled included."""
     engine = ScheduledEngine(stream, generator)
     if broken is not None:
-        broken(engine.retrieval)
+        broken(engine)
     row = min({*range(1, 8)} - {request.row for request in engine.requests})
     told = []
     for turn in range(12):
@@ -283,34 +289,40 @@ def test_prefixes_come_beside_a_graph():
 
 
 def test_prefixes_beside_a_graph_are_those_behind_it():
-    expected = _newcomers(broken=lambda retrieval: setattr(retrieval.transfers, "mark", lambda: None))
+    expected = _newcomers(broken=lambda engine: setattr(engine.retrieval.transfers, "mark", lambda: None))
     assert torch.equal(_newcomers(), expected)
     for seed in range(RUNS // 4):
         assert torch.equal(_newcomers(delayed_streams(seed), random.Random(seed)), expected), f"run {seed} differs"
 
 
-def _without_waiting_for_the_tables(retrieval) -> None:
+def _without_waiting_for_the_tables(engine) -> None:
     """Pages are looked up before the scheduler has written them."""
-    begin = retrieval.store.staging.begin
-    retrieval.store.staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[:1])
+    staging, begin = engine.retrieval.store.staging, engine.retrieval.store.staging.begin
+    staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[:1])
 
 
-def _without_waiting_for_the_pass_before_the_graph(retrieval) -> None:
+def _by_the_rows_of_the_pass(engine) -> None:
+    """Pages are looked up in the tables of the requests that the graph decodes."""
+    engine.table_rows = lambda: engine.rows_of_pass
+
+
+def _without_waiting_for_the_pass_before_the_graph(engine) -> None:
     """A context buffer is overwritten that an extend before the graph still computes on."""
-    begin = retrieval.store.staging.begin
-    retrieval.store.staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[1:])
+    staging, begin = engine.retrieval.store.staging, engine.retrieval.store.staging.begin
+    staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[1:])
 
 
-def _without_asking_whether_a_page_is_filled(retrieval) -> None:
+def _without_asking_whether_a_page_is_filled(engine) -> None:
     """A page is read that the graph has yet to write."""
-    prepare = retrieval.prepare_replay
-    retrieval.prepare_replay = lambda fills_page: prepare(False)
+    prepare = engine.retrieval.prepare_replay
+    engine.retrieval.prepare_replay = lambda fills_page: prepare(False)
 
 
 @pytest.mark.parametrize(
     "remove_edge",
     [
         _without_waiting_for_the_tables,
+        _by_the_rows_of_the_pass,
         _without_waiting_for_the_pass_before_the_graph,
         _without_asking_whether_a_page_is_filled,
     ],

@@ -110,12 +110,14 @@ def test_an_idle_server_finds_it_before_anybody_asks(server, questions):
     assert all(right(server, questions))
 
 
-def test_prefix_hits_that_come_beside_decode_graphs(server):
+@pytest.mark.parametrize("cycles", [0, 10_000_000], ids=["at once", "graphs 5 ms late"])
+def test_prefix_hits_that_come_beside_decode_graphs(server, cycles):
     """Newcomers with a prefix while others decode, and others that end at any length and are continued at once: the canary compares
-    every page that is staged with what was written, and the answers are right."""
+    every page that is staged with what was written, and the answers are right. Late graphs are under way when prefixes come."""
     generator = np.random.default_rng(11)
     documents = [tasks.make_document(generator, 3000 + 32 * index, 4, ("magic-number", "code-word", "multi-query")) for index in range(4)]
     server.flush()
+    server.delay_graphs(cycles)
     faults, over, wrong = server.state()["canary"]["faults"], threading.Event(), []
 
     def decode(index: int) -> None:
@@ -128,13 +130,16 @@ def test_prefix_hits_that_come_beside_decode_graphs(server):
     decoding = [threading.Thread(target=decode, args=[index]) for index in range(2)]
     for thread in decoding:
         thread.start()
-    for turn in range(60):
-        question = documents[turn % 4].ask(documents[turn % 4].facts[turn % 3])
-        if not question.is_answered_by(server.generate(question.token_ids, 40)["output_ids"]):
-            wrong.append(question.answer_text)
-    over.set()
-    for thread in decoding:
-        thread.join()
+    try:
+        for turn in range(60):
+            question = documents[turn % 4].ask(documents[turn % 4].facts[turn % 3])
+            if not question.is_answered_by(server.generate(question.token_ids, 40)["output_ids"]):
+                wrong.append(question.answer_text)
+    finally:
+        over.set()
+        for thread in decoding:
+            thread.join()
+        server.delay_graphs(0)
     assert not wrong and server.state()["canary"]["faults"] == faults
 
 
