@@ -31,14 +31,23 @@ from sglang_freekv.policy import POLICIES  # noqa: E402
 from sglang_freekv.scheduler_patch.cpu import cpu_environment  # noqa: E402
 
 NEVER = -2.0  # below every cosine
-TAUS, PAGES = (0.7, 0.8, 0.85, 0.95, 1.0), (16, 8)  # what run.py has beside the default
+TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default
+EDGES = ("--page-size", "--freekv-sink", "--freekv-window")
+PAGES = {
+    "page-16": (16, None, None),
+    "page-8": (8, None, None),
+    "narrow": (None, 32, 64),
+    "narrow-page-16": (16, 16, 32),
+    "narrow-page-8": (8, 16, 32),
+}
 
 
 def systems_of(taus: list[float]) -> dict[str, dict]:
     """What each system adds to the flags that all have, by the name of its results; stock SGLang is dense attention."""
     retrieval = {name: {"--kv-retrieval": name} for name in POLICIES}
     ablations = {"freekv-min-max": {"--freekv-digest": "min-max"}, "freekv-no-correction": {"--freekv-tau": NEVER}}
-    ablations |= {f"freekv-page-{page}": {"--page-size": page} for page in PAGES}
+    for name, tokens in PAGES.items():
+        ablations[f"freekv-{name}"] = {flag: value for flag, value in zip(EDGES, tokens, strict=True) if value is not None}
     ablations |= {f"freekv-tau-{tau:.2f}": {"--freekv-tau": tau} for tau in taus}
     return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | flags for name, flags in ablations.items()}
 

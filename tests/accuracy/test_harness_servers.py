@@ -68,7 +68,7 @@ def servers(tmp_path, monkeypatch):
 
 def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatch, capsys):
     status, results, started = servers("--taus", "0.7", "0.8")
-    sparse = ["freekv", "another", "freekv-min-max", "freekv-page-16", "freekv-page-8", "freekv-no-correction", "freekv-tau-0.70"]
+    sparse = ["freekv", "another", "freekv-min-max", "freekv-no-correction", "freekv-tau-0.70", *(f"freekv-{name}" for name in serve.PAGES)]
     names = ["all/full", *(f"{budget}/{name}" for name in sparse for budget in (160, 192))]
     assert sorted(results) == sorted(f"{task}/360/{name}" for name in names for task in ("magic-number", "code-word"))
     assert status == 1 and "does not start" in capsys.readouterr().out and len(started) == len(names)
@@ -90,19 +90,20 @@ def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatc
 def test_a_server_is_started_for_what_is_not_there(servers):
     servers("--taus", "0.7", "--only", "*/full", "code-word/*")
     _, _, started = servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*")
-    assert [server.flags.get("--freekv-budget") for server in started] == [160] * 6
-    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == 7
+    assert [server.flags.get("--freekv-budget") for server in started] == [160] * 9
+    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == 10
 
 
 def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
     monkeypatch.setattr(serve, "POLICIES", POLICIES)
     _, _, started = servers("--taus", "0.7", "--dense-layers", "2")
-    assert {server.flags.get("--page-size") for server in started} == {None, 32, *serve.PAGES}
+    assert {server.flags.get("--page-size") for server in started} == {None, 32, 16, 8}
     methods = {server.flags.get("--kv-retrieval") for server in started}
     assert methods == {None, *POLICIES} and not any(flag.startswith("--freekv") for flag in started[0].flags)
     for server in started[1:]:
         typed = {name: value for flag, value in server.flags.items() if (name := flag.removeprefix("--").replace("-", "_")) in NAMES}
         config = config_from(Options(**typed), server.flags["--page-size"])
         budget = grid.budget_of(config.budget_tokens, 32)
-        assert (config.sink_tokens, config.window_tokens) == (budget.sink, budget.window) and config.page_size in (budget.page, *serve.PAGES)
+        usual = {(page, budget.sink, budget.window) for page in (32, 16, 8)}
+        assert (config.page_size, config.sink_tokens, config.window_tokens) in usual | {(32, 32, 64), (16, 16, 32), (8, 16, 32)}
         assert config.dense_layers == (0, 1) and ("freekv_tau" not in typed or config.tau in (0.7, serve.NEVER))

@@ -37,6 +37,9 @@ FREEKV = {
     "freekv-min-max": FreeKV(digest="min-max"),
     "freekv-page-16": FreeKV(page=16),
     "freekv-page-8": FreeKV(page=8),
+    "freekv-narrow": FreeKV(sink=32, window=64),
+    "freekv-narrow-page-16": FreeKV(page=16, sink=16, window=32),
+    "freekv-narrow-page-8": FreeKV(page=8, sink=16, window=32),
     "freekv-max-pool": FreeKV(pooling="max-softmax"),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
@@ -230,7 +233,7 @@ def freekv_select(query, keys, n, budget, method):
 
 
 def naive_freekv(request, budget, method):
-    budget = replace(budget, page=method.page or budget.page)
+    budget = replace(budget, page=method.page or budget.page, sink=method.sink or budget.sink, window=method.window or budget.window)
     asked = list(request.queries[request.tokens - 1])
     ahead = [freekv_select(asked[head], request.keys[head], request.tokens + 1, budget, method) for head in range(HEADS)]
     for at in request.steps:

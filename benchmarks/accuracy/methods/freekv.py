@@ -33,7 +33,8 @@ class FreeKV:
         pooling: of a group's scores, to the ranking.
         scaled: scores over sqrt(D) before the softmax. The authors' accuracy code has them unscaled.
         digest: of a page. The paper has Quest's, "min-max"; the server's default is ArkVale's, which finds more.
-        page: tokens of a page, in place of the budget's. Smaller ones find evidence that lies scattered; digests take more room.
+        page, sink, window: tokens, in place of the budget's. Smaller pages find evidence that lies scattered, and their digests take more
+            room; a narrow sink and window leave more of the budget to selection.
         early: the query that selects, and that the similarity is with, is the step's own, made of the input of the layer before, in
             place of the last step's.
     """
@@ -46,6 +47,8 @@ class FreeKV:
     scaled: bool = True
     digest: Literal["min-max", "cuboid-mean"] = "cuboid-mean"
     page: int | None = None
+    sink: int | None = None
+    window: int | None = None
     early: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +59,8 @@ class FreeKV:
                 raise ValueError(f"{name} {value}: expected one of {', '.join(allowed)}")
 
     def begin(self, prompt: Prompt, budget: Budget) -> FreeKVCache:
-        budget = budget if self.page is None else replace(budget, page=self.page)
+        own = {name: tokens for name in ("page", "sink", "window") if (tokens := getattr(self, name)) is not None}
+        budget = replace(budget, **own)
         return FreeKVCache(self, prompt, Pages(prompt, Layout.of(budget), DIGESTS[self.digest]))
 
 
