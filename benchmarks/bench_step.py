@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from replay import Controls, Replay, drain
+from replay import Controls, drain, replayed
 from replay_load import Load
 from report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
@@ -76,7 +76,7 @@ class Step:
             def recall(host, misses, keys, values, usual) -> None:
                 kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs)
 
-        policy = Replay(config.pages, config.page_size, config.digest, config.tau, controls)
+        policy = replayed(config, controls)
         self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
         if every := variant.get("canary"):
             self.retrieval.canary = Canary(LAYERS, HOST_PAGES, KV_HEADS, PAGE, every, DEVICE)

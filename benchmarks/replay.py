@@ -27,6 +27,8 @@ import torch
 
 from replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_of
 from sglang_freekv import retrieval
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.digests import Boxes, Digests, digests_of
 from sglang_freekv.kernels import CORRECTED, Misses
 from sglang_freekv.policy import POLICIES, FreeKV
 
@@ -120,17 +122,42 @@ class Replay(FreeKV):
         counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
         return turned
 
+
+@dataclass(frozen=True)
+class ReplayedDigests:
+    """``digests`` whose scores are overwritten while ``controls`` has a load."""
+
+    digests: Digests
+    controls: Controls
+
+    def shape(self, head_dim: int, element_bytes: int) -> tuple[int, ...]:
+        return self.digests.shape(head_dim, element_bytes)
+
+    def write(self, keys, starts, host_pages, digests) -> None:
+        self.digests.write(keys, starts, host_pages, digests)
+
     def score(self, queries, digests, batch) -> torch.Tensor:
         controls, heads = self.controls, digests.shape[1]
         layer = controls.layer_of(digests)
-        if queries.is_cuda:
-            from replay_kernels import score_pages
+        if not queries.is_cuda:
+            logits = self.digests.score(queries, digests, batch)
+            scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
+            return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
+        import replay_kernels
 
-            where = (batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
-            return score_pages(queries, digests, *where, controls.knobs, layer)
-        logits = super().score(queries, digests, batch)
-        scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
-        return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
+        budget, page_size = self.digests.budget, self.digests.page_size
+        if isinstance(self.digests, Boxes):
+            where = (batch.rows, batch.seq_lens, batch.page_table, budget, page_size)
+            return replay_kernels.score_pages(queries, digests, *where, controls.knobs, layer)
+        logits = self.digests.score(queries, digests, batch)
+        replay_kernels.overwrite_scores(logits, batch.rows, batch.seq_lens, budget, page_size, heads, controls.knobs, layer)
+        return logits
+
+
+def replayed(config: FreeKVConfig, controls: Controls) -> Replay:
+    """FreeKV as ``config`` has it, but for what ``controls`` overwrites."""
+    return Replay(ReplayedDigests(digests_of(config), controls), config.tau, controls)
+
 
 
 def drain(host_pool: torch.Tensor, misses: Misses, *others) -> None:
@@ -145,7 +172,7 @@ def install(path: Path | None, copies: bool) -> None:
     def controls() -> Controls:
         return Controls("cuda" if torch.cuda.is_available() else "cpu", path)
 
-    POLICIES["freekv"] = lambda config: Replay(config.pages, config.page_size, config.digest, config.tau, controls())
+    POLICIES["freekv"] = lambda config: replayed(config, controls())
     if not copies:
         build = retrieval.Retrieval.__init__
 

@@ -192,16 +192,47 @@ def _score_pages(
         b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
         o_next = o_p + tl.num_programs(0) * BLOCK_P
         b_page = tl.load(p_table + o_next, mask=o_next < end, other=0)
-        b_drawn = _mix(key + o_p.to(tl.uint32) * _GOLDEN)
-        b_score = tl.zeros([BLOCK_P], tl.float32)
-        for wave in tl.static_range(3):
-            b_word = b_drawn * (1 if wave == 0 else _SECOND if wave == 1 else _THIRD)
-            b_pace = b_word * _PACES
-            b_turns = ((b_pace >> 16) + 0x8000) * speed >> (b_pace >> 13 & _SLOWER)
-            b_phase = (b_word + step.to(tl.uint32) * b_turns).to(tl.int32, bitcast=True)
-            b_score += tl.abs(b_phase.to(tl.float32)) * 1.862645149230957e-09  # 4 / 2 ** 31
+        b_score = _waves(key, o_p, step, speed)
         b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee") * scale
         tl.store(p_out + o_p[None, :], tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
+
+
+def overwrite_scores(logits, rows, seq_lens, budget, page_size, num_kv_heads, knobs, layer) -> None:
+    """The page's score for all query heads of a kv head, for candidates and while the replay is on; other ``logits [B, Hq, P]`` stay."""
+    batch, num_heads, num_pages = logits.shape
+    grid = (triton.cdiv(num_pages, 256), num_kv_heads, batch)
+    where = (rows, seq_lens, knobs, logits, num_pages, budget.sink, budget.window, layer)
+    _overwrite_scores[grid](*where, H=num_kv_heads, G=num_heads // num_kv_heads, S=page_size, BLOCK_P=256)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _overwrite_scores(
+    p_rows, p_seq_lens, p_knobs, p_logits, P, sink, window, layer, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    i_n, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    step = tl.load(p_seq_lens + i_b).to(tl.int32)
+    row = tl.load(p_rows + i_b).to(tl.int64)
+    end = tl.where(row != 0, tl.minimum((step + S) // S - window, P), 0)
+    if (tl.load(p_knobs) == 0) | (sink + i_n * BLOCK_P >= end):
+        return
+    o_p = sink + i_n * BLOCK_P + tl.arange(0, BLOCK_P)
+    key = _mix(_key(layer, row) + (i_h + 1).to(tl.uint32) * _GOLDEN)
+    b_score = _waves(key, o_p, step, tl.load(p_knobs + 1).to(tl.uint32))
+    for g in range(G):
+        tl.store(p_logits + ((i_b * H + i_h) * G + g) * P + o_p, b_score, mask=o_p < end)
+
+
+@triton.jit
+def _waves(key, o_p, step, speed):
+    b_drawn = _mix(key + o_p.to(tl.uint32) * _GOLDEN)
+    b_score = tl.zeros(o_p.shape, tl.float32)
+    for wave in tl.static_range(3):
+        b_word = b_drawn * (1 if wave == 0 else _SECOND if wave == 1 else _THIRD)
+        b_pace = b_word * _PACES
+        b_turns = ((b_pace >> 16) + 0x8000) * speed >> (b_pace >> 13 & _SLOWER)
+        b_phase = (b_word + step.to(tl.uint32) * b_turns).to(tl.int32, bitcast=True)
+        b_score += tl.abs(b_phase.to(tl.float32)) * 1.862645149230957e-09  # 4 / 2 ** 31
+    return b_score
 
 
 @triton.jit

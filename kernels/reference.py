@@ -51,6 +51,32 @@ def digest_pages(
     digests[host_pages[chosen]] = torch.stack((upper, lower), dim=2).to(digests.dtype)
 
 
+def sign_word(page_size: int) -> torch.dtype:
+    """The integer that has a bit for every token of a page: of at most 32."""
+    return torch.int8 if page_size <= 8 else torch.int16 if page_size <= 16 else torch.int32
+
+
+def digest_signs(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
+    """Summarise full pages by one bit for each dimension of each key.
+
+    A key is taken to be at the upper corner where it is not below the mean of the page's keys, and else at the lower; the corners are
+    as far from the mean as the keys are in the mean. KIVI (Liu et al., ICML 2024) quantises keys so, per dimension, to two bits.
+
+    Args:
+        keys, starts, host_pages: as of :func:`digest_pages`.
+        digests: ``[n_page, H, E]`` the two corners in the dtype of the keys, then D integers of ``sign_word(page_size)``: bit s of
+            integer d is that of token s; written in place.
+    """
+    chosen = (host_pages >= 0).nonzero().squeeze(1)
+    pages = _gather_pages(keys, starts[chosen], page_size).double()
+    centre = pages.sum(2) / page_size
+    radius = (pages - centre[:, :, None]).abs().sum(2) / page_size
+    above = (pages >= centre[:, :, None]).long()
+    words = (above << torch.arange(page_size, device=keys.device)[:, None]).sum(2).to(sign_word(page_size))
+    corners = torch.cat((centre + radius, centre - radius), dim=2).to(digests.dtype)
+    digests[host_pages[chosen]] = torch.cat((corners, words.view(digests.dtype)), dim=2)
+
+
 def offload_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -283,6 +309,27 @@ def score_pages(
     maxima, minima = digests[page_table.clamp(min=0).long()].float().unbind(3)
     bound = torch.einsum("bhgd,bphd->bhgp", q.relu(), maxima) - torch.einsum("bhgd,bphd->bhgp", (-q).relu(), minima)
     return (bound / head_dim**0.5).flatten(1, 2)
+
+
+def score_signs(
+    queries: torch.Tensor,
+    digests: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    page_size: int,
+) -> torch.Tensor:
+    """As :func:`score_pages`, by the ``digests [n_page, H, E]`` of :func:`digest_signs`: the logarithm of the sum of the exponentials of
+    ``q . k / sqrt(D)`` over the tokens of a page."""
+    num_kv_heads, head_dim = digests.shape[1], queries.shape[2]
+    q = queries.float().unflatten(1, (num_kv_heads, -1))
+    units = digests[page_table.clamp(min=0).long()]  # [B, P, H, E]
+    upper, lower = units[..., : 2 * head_dim].float().unflatten(-1, (2, head_dim)).unbind(3)
+    words = units[..., 2 * head_dim :].contiguous().view(sign_word(page_size))
+    above = (words[:, :, :, None] >> torch.arange(page_size, dtype=words.dtype, device=words.device)[:, None]) & 1
+    keys = torch.where(above.bool(), upper[:, :, :, None], lower[:, :, :, None])
+    return (torch.einsum("bhgd,bphsd->bhgps", q, keys) / head_dim**0.5).logsumexp(-1).flatten(1, 2)
 
 
 def select_pages(

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import torch
 
 from sglang_freekv.config import FreeKVConfig, Refusal
+from sglang_freekv.digests import digests_of
 from sglang_freekv.memory_pool.sizing import KVShape
-from sglang_freekv.policy import POLICIES
 
 KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 WINDOWS = ("sliding_window_size", "sliding_window", "window_size")
@@ -118,7 +118,7 @@ class Model:
         Raises:
             Refusal: a key is missing, or is no number above 0.
         """
-        digest_shape = POLICIES[config.method](config).digest_shape(self.head_dim)
+        digest_shape = digests_of(config).shape(self.head_dim, self.dtype.itemsize)
         return KVShape(
             retrieval_layers=self.num_layers - len(config.dense_layers),
             dense_layers=len(config.dense_layers),

@@ -6,13 +6,15 @@ import torch
 
 from sglang_freekv.memory_pool.host_pool import HostPool
 
+INTEGERS = {2: torch.int16, 4: torch.int32}
+
 
 class DigestPool:
     """Digests of all retrieval layers, indexed by host page, so that a prefix hit finds them in place.
 
     Args:
         num_layers: retrieval layers.
-        shape: ``(n_page, H, *digest)`` with the policy's digest shape.
+        shape: ``(n_page, H, *digest)`` with the shape of one digest.
     """
 
     def __init__(self, num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -28,16 +30,17 @@ class DigestPool:
         Args:
             host: the pages.
             host_pages: ``[N]`` full pages to examine.
-            policy: whose ``digest`` is repeated.
+            policy: whose digests are written anew, and compared bit for bit.
         """
         for index, (digests, pages) in enumerate(zip(self.layers, host.layers)):
             keys = pages[host_pages.cpu(), :, 0].to(digests.device).transpose(1, 2)  # [N, S, H, D]
             num_pages, page_size, num_heads, _ = keys.shape
             order = torch.arange(num_pages, device=digests.device)
             expected = torch.empty_like(digests[:num_pages])
-            policy.digest(keys.flatten(0, 1), (order * page_size)[:, None].expand(-1, num_heads), order, expected, page_size)
+            policy.digests.write(keys.flatten(0, 1), (order * page_size)[:, None].expand(-1, num_heads), order, expected)
             found = digests[host_pages]
-            wrong = ((found != expected) & ~(found.isnan() & expected.isnan())).flatten(1).any(1)
+            bits = INTEGERS[found.element_size()]
+            wrong = ((found.view(bits) != expected.view(bits)) & ~(found.isnan() & expected.isnan())).flatten(1).any(1)
             if wrong.any():
                 bad = host_pages[wrong].tolist()
                 raise RuntimeError(

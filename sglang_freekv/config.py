@@ -8,7 +8,8 @@ from typing import NamedTuple
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
-DIGESTS = ("min-max", "cuboid-mean")
+DIGESTS = ("min-max", "cuboid-mean", "one-bit")
+MOST_SIGNS = 32  # tokens of a page that has a bit for each
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # units to a unit that is examined; 0 is none
@@ -58,7 +59,7 @@ class FreeKVConfig:
         tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
             (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is. None becomes the method's default,
             and stays None with a method that has no threshold.
-        digest: a key of ``DIGESTS``: the box around a page's keys that it is scored by. None becomes the method's default.
+        digest: a key of ``DIGESTS``: what a page is scored by. None becomes the method's default.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
             what a step attends to need no recall when they are selected again. None is the budget.
         dense_layers: layers whose KV is not compressed and stays on the device in full.
@@ -121,6 +122,11 @@ class FreeKVConfig:
         for name, allowed in (("digest", DIGESTS), ("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", tuple(CANARIES))):
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
+        if self.digest == "one-bit" and self.page_size > MOST_SIGNS:
+            raise Refusal(
+                f"--freekv-digest one-bit: expected pages of at most {MOST_SIGNS} tokens, but --page-size is {self.page_size}; "
+                "use --page-size 8, or --freekv-digest cuboid-mean"
+            )
         if self.tau is None:
             object.__setattr__(self, "tau", METHODS[self.method].tau)
         elif METHODS[self.method].tau is None:

@@ -73,7 +73,7 @@ class FreeKVPool(MHATokenToKVPool):
             self.size,
             self.num_rows,
             self.staging_tokens,
-            policy.digest_shape(self.head_dim),
+            policy.digests.shape(self.head_dim, self.dtype.itemsize),
             self.dtype,
             self.device,
             transfers,

@@ -1,4 +1,4 @@
-"""Retrieval policies: what a page is summarised by, how it is scored, when a choice is corrected.
+"""Retrieval policies: what pages are scored by, how a group of query heads chooses among them, when a choice is corrected.
 
 A policy decides pages; the engine moves them. A published method is one class here and one entry in ``POLICIES``.
 """
@@ -13,9 +13,9 @@ from typing import ClassVar, Protocol
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import FreeKVConfig, PageBudget
-from sglang_freekv.kernels import Box, Pooling
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.digests import Digests, digests_of
+from sglang_freekv.kernels import Pooling
 
 
 class RetrievalPolicy(Protocol):
@@ -23,18 +23,11 @@ class RetrievalPolicy(Protocol):
 
     Args:
         pooling: how a group's logits become the one weight by which its kv head selects.
+        digests: what pages are summarised and scored by.
     """
 
     pooling: ClassVar[Pooling]
-
-    def digest_shape(self, head_dim: int) -> tuple[int, ...]:
-        """Shape of the digest of one (page, kv head)."""
-
-    def digest(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int):
-        """Write the digests of full pages."""
-
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """``[B, Hq, P]`` float32 logits of the pages that are candidates for the next step, higher is better."""
+    digests: Digests
 
     def needs_correction(
         self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
@@ -43,31 +36,7 @@ class RetrievalPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """What these methods share: a page is summarised by a box around its keys, and scored by the largest logit of a key inside it.
-
-    Args:
-        budget: sink and window bound the candidates.
-        page_size: S.
-        box: which one.
-    """
-
-    budget: PageBudget
-    page_size: int
-    box: Box
-
-    def digest_shape(self, head_dim: int) -> tuple[int, ...]:
-        return (2, head_dim)
-
-    def digest(self, keys, starts, host_pages, digests, page_size) -> None:
-        kernels.digest_pages(keys, starts, host_pages, digests, page_size, self.box)
-
-    def score(self, queries, digests, batch) -> torch.Tensor:
-        return kernels.score_pages(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
-
-
-@dataclass(frozen=True)
-class FreeKV(Boxes):
+class FreeKV:
     """FreeKV (ICLR 2026): group-mean softmax scores, correction by query similarity. The paper's digests are min-max.
 
     Args:
@@ -76,6 +45,7 @@ class FreeKV(Boxes):
 
     pooling: ClassVar[Pooling] = "softmax-mean"
 
+    digests: Digests
     tau: float
 
     def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
@@ -83,13 +53,15 @@ class FreeKV(Boxes):
 
 
 @dataclass(frozen=True)
-class Quest(Boxes):
+class Quest:
     """Quest (ICML 2024): in every step the pages that its own query selects: all kv heads are corrected.
 
     The paper selects for each query head. The heads of a group share here what is best for one of them, by the maximum of their scores.
     """
 
     pooling: ClassVar[Pooling] = "max"
+
+    digests: Digests
 
     def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         return kernels.needs_correction(queries, rows, previous, math.inf, counts, num_kv_heads)
@@ -103,7 +75,7 @@ class ArkVale(Quest):
 
 
 POLICIES: dict[str, Callable[[FreeKVConfig], RetrievalPolicy]] = {
-    "freekv": lambda config: FreeKV(config.pages, config.page_size, config.digest, config.tau),
-    "quest": lambda config: Quest(config.pages, config.page_size, config.digest),
-    "arkvale": lambda config: ArkVale(config.pages, config.page_size, config.digest),
+    "freekv": lambda config: FreeKV(digests_of(config), config.tau),
+    "quest": lambda config: Quest(digests_of(config)),
+    "arkvale": lambda config: ArkVale(digests_of(config)),
 }

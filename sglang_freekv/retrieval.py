@@ -61,7 +61,7 @@ class Retrieval:
 
     Args:
         config: budget, sink and window.
-        policy: digests, scores and their pooling, correction.
+        policy: digests and their scores, pooling, correction.
         store: host pool, digests and device cache.
         selection: the stream of corrections, and of what precedes recall: digests, offload of a filled page, scores, plans.
         transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
@@ -110,7 +110,7 @@ class Retrieval:
         self.complete_transfers(layer)
 
         def score() -> None:
-            logits.append(policy.score(queries, digests, batch))
+            logits.append(policy.digests.score(queries, digests, batch))
 
         in_flight = self.in_flight[layer]
         in_flight.append(self.selection.submit(score))
@@ -127,7 +127,7 @@ class Retrieval:
 
         def store_filled() -> None:
             self._verify(layer, self.corrected)  # not sooner: the computation waits for the correction
-            policy.digest(cache.token_rows[0], starts, filled, digests, self.config.page_size)
+            policy.digests.write(cache.token_rows[0], starts, filled, digests)
             self._offload(layer, *cache.token_rows, starts, filled)
 
         def plan_ahead() -> None:
@@ -191,7 +191,7 @@ class Retrieval:
             self.transfers.submit(lambda: self._offload(layer, context_keys, context_values, starts, batch.full_pages))
         )
         output = self.extend_attention(queries, context_keys, context_values, scale)
-        self.policy.digest(context_keys, starts, batch.full_pages, self.digests.layers[layer], self.config.page_size)
+        self.policy.digests.write(context_keys, starts, batch.full_pages, self.digests.layers[layer])
         self._seed(layer, queries[batch.last_tokens], batch, context_keys, context_values)
         return output
 
@@ -244,7 +244,7 @@ class Retrieval:
     ) -> None:
         """Fill the rows for the first decode step, selected by the last tokens' ``queries [B, Hq, D]``."""
         cache, config = self.cache.layers[layer], self.config
-        logits = self.policy.score(queries, self.digests.layers[layer], batch)
+        logits = self.policy.digests.score(queries, self.digests.layers[layer], batch)
         kernels.seed_slots(
             logits,
             batch.rows,

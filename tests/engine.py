@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -56,11 +57,15 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
     keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
     q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
     upper, lower = keys.amax(1), keys.amin(1)
-    if config.digest == "cuboid-mean":
-        centre = (upper + lower) / 2
+    centre = keys.mean(1) if config.digest == "one-bit" else (upper + lower) / 2
+    if config.digest != "min-max":
         radius = (keys - centre[:, None]).abs().mean(1)
         upper, lower = centre + radius, centre - radius
-    scores = torch.maximum(q * upper, q * lower).sum(-1) / DIM**0.5
+    if config.digest == "one-bit":
+        corners = torch.where(keys >= centre[:, None], upper[:, None], lower[:, None])  # [candidates, S, D]
+        scores = (q[..., None, :] * corners).sum(-1).div(DIM**0.5).logsumexp(-1)
+    else:
+        scores = torch.maximum(q * upper, q * lower).sum(-1) / DIM**0.5
     pooled = {"freekv": scores.softmax(-1).mean(0), "quest": scores.amax(0), "arkvale": scores.mean(0)}[config.method]
     return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.pages.selected].tolist()}
 
@@ -88,15 +93,16 @@ class Engine:
 
     def __init__(self, config: FreeKVConfig, prompts: list[int], steps: int, stream, seed: int = 0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
-        shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, 2 * DIM, 4)
+        policy = POLICIES[config.method](config)
+        digest = policy.digests.shape(DIM, 4)
+        shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, math.prod(digest), 4)
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
         selection, transfers = stream(), stream()
-        store = Store.build(config, shape, 400 * config.page_size, 8, 500, (2, DIM), torch.float32, device, transfers)
+        store = Store.build(config, shape, 400 * config.page_size, 8, 500, digest, torch.float32, device, transfers)
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
-        policy = POLICIES[config.method](config)
         self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
@@ -159,6 +165,10 @@ CONFIGS = {
     "slack": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64),
     "slack-min-max": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="min-max"
+    ),
+    "one-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="one-bit"),
+    "one-bit-slack": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="one-bit"
     ),
     "copy-engine": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), recall="copy-engine"

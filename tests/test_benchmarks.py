@@ -16,6 +16,7 @@ from engine import Engine
 
 from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
+from sglang_freekv.digests import Boxes, digests_of
 from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
 from sglang_freekv.memory_pool.transfer import InlineStream
 
@@ -27,7 +28,7 @@ with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET"
 
 import replay  # noqa: E402
 import replay_load  # noqa: E402
-from replay import Controls, Replay  # noqa: E402
+from replay import Controls, Replay, replayed  # noqa: E402
 from replay_load import Load  # noqa: E402
 
 SCRIPTS = (*sorted(path.stem for path in BENCHMARKS.glob("bench_*.py")), "replay_server")
@@ -38,8 +39,7 @@ TIGHT = FreeKVConfig(budget_tokens=40, sink_tokens=4, window_tokens=4, page_size
 def controls(monkeypatch):
     """What the replay, which ``freekv`` now is, follows."""
     controls = Controls("cpu")
-    replay = lambda config: Replay(config.pages, config.page_size, config.digest, config.tau, controls)  # noqa: E731
-    monkeypatch.setitem(policy.POLICIES, "freekv", replay)
+    monkeypatch.setitem(policy.POLICIES, "freekv", lambda config: replayed(config, controls))
     return controls
 
 
@@ -78,7 +78,7 @@ def test_an_engine_does_what_the_load_says(controls):
 
 def test_without_a_load_it_is_freekv(controls):
     replayed = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
-    with mock.patch.dict(policy.POLICIES, freekv=lambda config: policy.FreeKV(config.pages, config.page_size, config.digest, config.tau)):
+    with mock.patch.dict(policy.POLICIES, freekv=lambda config: policy.FreeKV(digests_of(config), config.tau)):
         plain = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
     assert isinstance(replayed.retrieval.policy, Replay) and not isinstance(plain.retrieval.policy, Replay)
     assert torch.equal(replayed.run(12), plain.run(12))
@@ -126,7 +126,7 @@ def test_the_kernels_are_their_twins(load, layer):
     twins.set(load)
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
-    twin = Replay(budget, S, "min-max", 0.1, twins)
+    twin = Replay(Boxes(budget, S, "min-max"), 0.1, twins)
     assert torch.equal(turned.cpu(), twin.needs_correction(queries.cpu(), rows.cpu(), *expected[:2], H))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
     real = rows[rows > 0].cpu()
@@ -141,6 +141,11 @@ def test_the_kernels_are_their_twins(load, layer):
     pages, end = torch.arange(P), ((seq_lens + S) // S - budget.window).cpu()
     written = ((pages >= budget.sink) & (pages < end[:, None]) & (rows.cpu() > 0)[:, None])[:, None].expand(-1, H * G, -1)
     torch.testing.assert_close(logits.cpu()[written], expected[written], atol=1e-5, rtol=1e-5)
+    kept = torch.randn_like(logits)
+    overwritten = kept.clone()
+    replay_kernels.overwrite_scores(overwritten, rows, seq_lens, budget, S, H, controls.knobs, layer)
+    expected = kept.cpu() if load is None else torch.where(written, expected, kept.cpu())
+    torch.testing.assert_close(overwritten.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_draining_is_recall_to_the_list():

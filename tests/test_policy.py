@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_freekv.config import DIGESTS, METHODS, FreeKVConfig
+from sglang_freekv.digests import Signs
 from sglang_freekv.kernels import CORRECTED, Box, Pooling
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -17,14 +18,22 @@ from sglang_freekv.policy import POLICIES
 
 def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
     assert list(METHODS) == list(POLICIES)
-    assert DIGESTS == get_args(Box)
+    assert DIGESTS == (*get_args(Box), "one-bit")
     for name, (tau, digest) in METHODS.items():
         config = FreeKVConfig(name)
         policy = POLICIES[name](config)
         assert getattr(policy, "tau", None) == config.tau == tau and policy.pooling in get_args(Pooling)
-        assert policy.budget == config.pages and policy.page_size == config.page_size
-        assert policy.box == config.digest == digest
-        assert all(POLICIES[name](FreeKVConfig(name, digest=box)).box == box for box in DIGESTS)
+        assert policy.digests.budget == config.pages and policy.digests.page_size == config.page_size
+        assert policy.digests.box == config.digest == digest
+        assert all(POLICIES[name](FreeKVConfig(name, digest=box)).digests.box == box for box in get_args(Box))
+        assert isinstance(POLICIES[name](FreeKVConfig(name, digest="one-bit")).digests, Signs)
+
+
+@pytest.mark.parametrize("page_size, dtype, elements", [(8, torch.bfloat16, 320), (8, torch.float32, 288), (16, torch.float16, 384), (32, torch.bfloat16, 512)])
+def test_a_digest_of_one_bit_is_two_corners_and_a_bit_for_each_token(page_size, dtype, elements):
+    signs = Signs(FreeKVConfig(page_size=page_size).pages, page_size)
+    assert signs.shape(128, dtype.itemsize) == (elements,)
+    assert elements * dtype.itemsize == 2 * 128 * dtype.itemsize + 128 * page_size // 8
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -48,4 +57,4 @@ def test_the_pool_tells_the_method_and_its_threshold(name):
     assert line.startswith(f"KV retrieval is on: {name}, budget 64 tokens = sink 16 + selected 32 + window 16, pages of 8, ")
     assert ("tau 0.9," in line) == (name == "freekv") and ("no tau, every kv head is corrected," in line) == (name != "freekv")
     assert f" {METHODS[name].digest} digests; host pool " in line
-    assert math.prod(POLICIES[name](config).digest_shape(16)) == pool.shape.digest_elements
+    assert math.prod(POLICIES[name](config).digests.shape(16, 4)) == pool.shape.digest_elements

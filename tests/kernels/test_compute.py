@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import attend, correction, reference, score
+from sglang_freekv.kernels import attend, correction, reference, score, signs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bfloat16")
@@ -32,7 +32,7 @@ def poison(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kernel", [correction.needs_correction, score.score_pages, attend.attend_pages], ids=lambda kernel: kernel.__name__
+    "kernel", [correction.needs_correction, score.score_pages, signs.score_signs, attend.attend_pages], ids=lambda kernel: kernel.__name__
 )
 def test_signatures_are_those_of_the_reference(kernel):
     ours, theirs = (inspect.signature(each).parameters.values() for each in (kernel, getattr(reference, kernel.__name__)))
@@ -141,6 +141,36 @@ def check_scores(H, G, D, dtype, index, budget):
     written = candidate[:, None].expand(-1, H * G, -1)
     assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
     torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=2e-5)
+    assert logits[~written].isnan().all()
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype, index", KINDS)
+@pytest.mark.parametrize("S, programs", [(8, score.PROGRAMS), (16, 60), (5, 1)])
+def test_scores_by_signs_are_of_candidates_and_touch_no_other(H, G, D, S, dtype, index, programs, monkeypatch):
+    monkeypatch.setattr(signs, "PROGRAMS", programs)
+    P, pool, budget = 90, 120, PageBudget(3, 4, 2)
+    pages = torch.tensor([90, 90, 1, 9, budget.sink + budget.window, 89, 77, 80, 90], device=DEVICE).clamp(max=P)
+    seq_lens = ((pages - 1) * S + torch.tensor([1, S, 1, 2, S, 1, 3, 1, 4], device=DEVICE) - 1).clamp(min=1)
+    rows = some_rows(len(pages), 30, index)
+    page = torch.arange(P, device=DEVICE)
+    num_pages = (seq_lens + S) // S
+    candidate = (page >= budget.sink) & (page < (num_pages - budget.window)[:, None]) & (rows > 0)[:, None]
+    page_table = torch.stack([torch.randperm(pool - 1, device=DEVICE)[:P] + 1 for _ in pages])
+    page_table = page_table.where(page < num_pages[:, None], -1)
+    digests = torch.full((pool, H, 2 * D + D * reference.sign_word(S).itemsize // dtype.itemsize), float("nan"), device=DEVICE, dtype=dtype)
+    used = page_table[candidate].unique()
+    keys = torch.randn(len(used) * S, H, D, device=DEVICE, dtype=dtype)
+    keys[0, 0, 0] = float("inf")
+    reference.digest_signs(keys, (torch.arange(len(used), device=DEVICE) * S)[:, None].expand(-1, H), used, digests, S)
+    queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype)
+
+    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
+    logits = signs.score_signs(wide(queries), *arguments)
+    expected = reference.score_signs(queries, *arguments)
+    written = candidate[:, None].expand(-1, H * G, -1)
+    assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
+    torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=2e-5, equal_nan=True)
     assert logits[~written].isnan().all()
 
 

@@ -175,6 +175,39 @@ def test_a_cuboid_is_as_wide_as_keys_are_from_its_centre_in_the_mean():
                 torch.testing.assert_close(digests[1, page, h, :, d], torch.tensor([centre + radius, centre - radius]))
 
 
+@pytest.mark.parametrize("page_size, word", [(3, torch.int8), (8, torch.int8), (9, torch.int16), (16, torch.int16), (32, torch.int32)])
+def test_signs_tell_at_which_corner_each_key_is(page_size, word):
+    keys = torch.randn(3 * page_size, H, D)
+    digests = torch.zeros(3, H, 2 * D + D * word.itemsize // 4)
+    assert kernels.sign_word(page_size) == word
+    kernels.digest_signs(keys, (torch.arange(3) * page_size)[:, None].expand(-1, H), torch.arange(3), digests, page_size)
+    words = digests[..., 2 * D :].contiguous().view(word)
+    for page in range(3):
+        for h in range(H):
+            for d in range(D):
+                column = keys[page * page_size : (page + 1) * page_size, h, d].tolist()
+                centre = sum(column) / page_size
+                radius = sum(abs(key - centre) for key in column) / page_size
+                corners = digests[page, h, :D][d], digests[page, h, D:][d]
+                torch.testing.assert_close(torch.stack(corners), torch.tensor([centre + radius, centre - radius]))
+                bits = int(words[page, h, d]) & ((1 << 8 * word.itemsize) - 1)
+                assert bits == sum(1 << s for s, key in enumerate(column) if key >= centre)
+
+
+def test_a_score_by_signs_is_the_mass_of_the_keys_that_they_stand_for():
+    query, where = torch.randn(1, 3 * H, D), torch.arange(6)
+    half = torch.rand(6, H, S // 2, D) < 0.5
+    keys = torch.randn(6, H, 1, D) + torch.where(torch.cat((half, ~half), 2), 0.7, -0.7)  # one bit tells all of such keys
+    digests = torch.zeros(6, H, 2 * D + D // 4)
+    kernels.digest_signs(keys.transpose(1, 2).flatten(0, 1), (where * S)[:, None].expand(-1, H), where, digests, S)
+    scores = kernels.score_signs(query, digests, torch.tensor([1]), torch.tensor([6 * S - 1]), where[None], PageBudget(1, 2, 1), S)
+    logits = torch.einsum("hgd,phsd->hgps", query[0].view(H, 3, D), keys) / D**0.5
+    torch.testing.assert_close(scores[0].view(H, 3, 6), logits.logsumexp(-1))
+    weights = select_pages(scores, torch.tensor([6 * S]), PageBudget(1, 2, 1), H, S)[0]
+    expected = logits[:, :, 1:5].flatten(2).softmax(-1).unflatten(2, (4, S)).sum(-1).mean(1)
+    torch.testing.assert_close(weights[0, :, 1:5].exp(), expected)
+
+
 def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int) -> torch.Tensor:
     one = torch.tensor([1])
     table = torch.arange(len(digests))[None]
