@@ -29,7 +29,9 @@ def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
         assert isinstance(POLICIES[name](FreeKVConfig(name, digest="one-bit")).digests, Signs)
 
 
-@pytest.mark.parametrize("page_size, dtype, elements", [(8, torch.bfloat16, 320), (8, torch.float32, 288), (16, torch.float16, 384), (32, torch.bfloat16, 512)])
+@pytest.mark.parametrize(
+    "page_size, dtype, elements", [(8, torch.bfloat16, 320), (8, torch.float32, 288), (16, torch.float16, 384), (32, torch.bfloat16, 512)]
+)
 def test_a_digest_of_one_bit_is_two_corners_and_a_bit_for_each_token(page_size, dtype, elements):
     signs = Signs(FreeKVConfig(page_size=page_size).pages, page_size)
     assert signs.shape(128, dtype.itemsize) == (elements,)

@@ -39,6 +39,9 @@ PAGES = {
     "narrow": (None, 32, 64),
     "narrow-page-16": (16, 16, 32),
     "narrow-page-8": (8, 16, 32),
+    "one-bit": (None, None, None),
+    "one-bit-page-8": (8, None, None),
+    "one-bit-narrow-page-8": (8, 16, 32),
 }
 
 
@@ -47,7 +50,8 @@ def systems_of(taus: list[float]) -> dict[str, dict]:
     retrieval = {name: {"--kv-retrieval": name} for name in POLICIES}
     ablations = {"freekv-min-max": {"--freekv-digest": "min-max"}, "freekv-no-correction": {"--freekv-tau": NEVER}}
     for name, tokens in PAGES.items():
-        ablations[f"freekv-{name}"] = {flag: value for flag, value in zip(EDGES, tokens, strict=True) if value is not None}
+        flags = {flag: value for flag, value in zip(EDGES, tokens, strict=True) if value is not None}
+        ablations[f"freekv-{name}"] = flags | ({"--freekv-digest": "one-bit"} if name.startswith("one-bit") else {})
     ablations |= {f"freekv-tau-{tau:.2f}": {"--freekv-tau": tau} for tau in taus}
     return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | flags for name, flags in ablations.items()}
 

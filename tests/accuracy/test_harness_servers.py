@@ -90,8 +90,9 @@ def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatc
 def test_a_server_is_started_for_what_is_not_there(servers):
     servers("--taus", "0.7", "--only", "*/full", "code-word/*")
     _, _, started = servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*")
-    assert [server.flags.get("--freekv-budget") for server in started] == [160] * 9
-    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == 10
+    freekv = 4 + len(serve.PAGES)  # plain, min-max, without correction, and one tau
+    assert [server.flags.get("--freekv-budget") for server in started] == [160] * freekv
+    assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == freekv + 1
 
 
 def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):

@@ -40,6 +40,9 @@ FREEKV = {
     "freekv-narrow": FreeKV(sink=32, window=64),
     "freekv-narrow-page-16": FreeKV(page=16, sink=16, window=32),
     "freekv-narrow-page-8": FreeKV(page=8, sink=16, window=32),
+    "freekv-one-bit": FreeKV(digest="one-bit"),
+    "freekv-one-bit-page-8": FreeKV(digest="one-bit", page=8),
+    "freekv-one-bit-narrow-page-8": FreeKV(digest="one-bit", page=8, sink=16, window=32),
     "freekv-max-pool": FreeKV(pooling="max-softmax"),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
@@ -173,10 +176,21 @@ def bounds(keys, digest):
     return middle + radius, middle - radius
 
 
+def page_masses(query, keys):
+    """[query head] of the keys [S, D] of a page, each dimension of each key moved to one of two values."""
+    middle = sum(keys) / len(keys)
+    radius = sum((key - middle).abs() for key in keys) / len(keys)
+    moved = [torch.where(key < middle, middle - radius, middle + radius) for key in keys]
+    return [DIM**0.5 * math.log(sum(math.exp(one.double() @ key / DIM**0.5) for key in moved)) for one in query]
+
+
 def page_scores(query, keys, candidates, page, digest="min-max"):
     """[page][query head] of queries [G, D]."""
     found = []
     for number in candidates:
+        if digest == "one-bit":
+            found.append(page_masses(query, keys[number * page : (number + 1) * page].double()))
+            continue
         upper, lower = bounds(keys[number * page : (number + 1) * page], digest)
         found.append(torch.maximum(query * upper, query * lower).sum(dim=1).tolist())
     return found
@@ -531,7 +545,7 @@ def test_entries_are_the_settings_that_their_names_say():
     [
         (lambda: FreeKV(tau=1.5), "expected -1 to 1"),
         (lambda: FreeKV(pooling="sum"), "expected one of mean-softmax"),
-        (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean"),
+        (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, one-bit"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),
         (lambda: LouisKV(tau=2), "expected -1 to 1"),
         (lambda: FreeKV().begin(Text.random(300).prompt, Budget(129, 16, 32, 16)), "multiples of page"),

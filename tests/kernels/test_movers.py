@@ -150,7 +150,9 @@ def test_digest(S, H, D, dtype, integer, starts_of, box):
     assert_same_bits(keys, before)
 
 
-@pytest.mark.parametrize("S, H, D, dtype", [*SHAPES[:3], (16, 1, 40, torch.bfloat16), (32, 2, 16, torch.float16), (8, 2, 128, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "S, H, D, dtype", [*SHAPES[:3], (16, 1, 40, torch.bfloat16), (32, 2, 16, torch.float16), (8, 2, 128, torch.bfloat16)]
+)
 @widths
 def test_signs(S, H, D, dtype, integer):
     keys = draw(11 * S, H, 2 * D, dtype=dtype)[..., :D]

@@ -72,7 +72,7 @@ def test_the_scheduler_s_tables_are_marked_for_the_pass_that_reads_prefixes(exte
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_prefixes_are_looked_up_in_the_rows_of_the_scheduler(scheduled):
-    """SGLang's forward batch has its rows in a buffer, which is filled on the stream of the pass: beside a graph it still has the graph's."""
+    """SGLang's forward batch has its rows in a buffer that the stream of the pass fills: beside a graph it still has the graph's."""
     rows, looked_up = torch.tensor([3, 5]), []
 
     def prepare_extend(batch, prefixes) -> None:

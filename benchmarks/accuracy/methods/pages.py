@@ -14,7 +14,7 @@ from method import Budget, Prompt, Step, Trace
 
 from .gather import Growing, Kept, output, pick, weights
 
-Digest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Digest = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class Context:
@@ -109,6 +109,25 @@ def cuboid_mean(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return middle + radius, middle - radius
 
 
+def one_bit(keys: torch.Tensor) -> tuple[torch.Tensor]:
+    """The keys ``[B, H, P, S * D]`` in one bit a dimension: the mean of the page's, plus or minus their mean distance from it."""
+    middle = keys.mean(-2, keepdim=True)
+    radius = (keys - middle).abs().mean(-2, keepdim=True)
+    return (torch.where(keys >= middle, middle + radius, middle - radius).flatten(-2),)
+
+
+def box_scores(query: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """``[B, H, G, C]`` the largest q . k of a key in each box, for queries ``[B, H, G, D]``."""
+    return query.clamp(min=0) @ upper.mT + query.clamp(max=0) @ lower.mT
+
+
+def mass_scores(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """``[B, H, G, C]`` what, over the root of D, is the logarithm of the sum of the exponentials of a page's logits."""
+    dim = query.shape[-1]
+    logits = query @ keys.unflatten(-1, (-1, dim)).flatten(2, 3).mT / dim**0.5
+    return logits.unflatten(-1, (keys.shape[2], keys.shape[3] // dim)).logsumexp(-1) * dim**0.5
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which pages of a context are attended to whatever their score, and which compete; numbers of pages, but ``page`` in tokens."""
@@ -144,15 +163,16 @@ class Pages:
     """A context in pages, with a digest of each full one.
 
     Args:
-        digest: of keys, to an upper and a lower bound.
+        digest: of the keys ``[B, H, P, S, D]`` of pages, to tensors ``[B, H, P, N]``.
+        score: pages by these, for queries ``[B, H, G, D]``.
     """
 
-    def __init__(self, prompt: Prompt, layout: Layout, digest: Digest) -> None:
-        self.layout, self.digest, self.heads = layout, digest, prompt.keys.shape[1]
+    def __init__(self, prompt: Prompt, layout: Layout, digest: Digest, score: Callable[..., torch.Tensor] = box_scores) -> None:
+        self.layout, self.digest, self.score, self.heads = layout, digest, score, prompt.keys.shape[1]
         self.context = Context(prompt.keys, prompt.values)
         tokens, device = prompt.keys.shape[2], prompt.keys.device
         full = prompt.keys[:, :, : tokens // layout.page * layout.page]
-        self._bounds = [Growing(bound) for bound in digest(full.unflatten(2, (-1, layout.page)).float())]
+        self._digests = [Growing(part) for part in digest(full.unflatten(2, (-1, layout.page)).float())]
         kept = torch.zeros(tokens, dtype=torch.bool, device=device).index_fill_(0, layout.pinned(tokens, device), True)
         self._reader = Reader(self.context, prompt.scale, kept)
 
@@ -161,13 +181,12 @@ class Pages:
         n, page = self.context.count, self.layout.page
         if n % page == 0:
             filled = self.context.keys(torch.arange(n - page, n, device=step.key.device))
-            for bounds, bound in zip(self._bounds, self.digest(filled[:, :, None].float())):
-                bounds.append(bound)
+            for digests, part in zip(self._digests, self.digest(filled[:, :, None].float())):
+                digests.append(part)
 
     def scores(self, query: torch.Tensor, n: int) -> torch.Tensor:
-        """``[B, H, G, C]`` upper bounds of q . k over each candidate page of n tokens, for queries ``[B, H, G, D]``."""
-        upper, lower = (bounds.data[:, :, self.layout.candidates(n)] for bounds in self._bounds)
-        return query.clamp(min=0) @ upper.mT + query.clamp(max=0) @ lower.mT
+        """``[B, H, G, C]`` of each candidate page of n tokens, for queries ``[B, H, G, D]``."""
+        return self.score(query, *(digests.data[:, :, self.layout.candidates(n)] for digests in self._digests))
 
     def best(self, ranking: torch.Tensor) -> torch.Tensor:
         """Pages ``[B, H, K]`` of the highest ranking ``[B, H, C]`` among the candidates; of equal ones the lower number wins."""
