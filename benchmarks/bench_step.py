@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -15,7 +16,8 @@ from replay_load import Load
 from report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
+from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -24,8 +26,9 @@ from sglang_freekv.memory_pool.transfer import CudaStream
 from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 4096, 14336, 128256, 32
-QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 32
-HOST_PAGES = 4096  # of each layer; the page tables draw from them
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HOST_TOKENS = 1 << 17  # of each layer; the page tables draw from their pages
+CONTEXT = 140_000  # the longest that page tables have room for
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 
@@ -62,12 +65,15 @@ class Step:
     """A captured decode step of ``batch`` requests of ``context`` tokens.
 
     Args:
+        config: its page size and digest.
         host: pinned host pool of every layer, shared by all steps.
         variant: what to take away or to change; a key of ``VARIANTS``.
     """
 
-    def __init__(self, model: Model, store: Store, controls: Controls, batch: int, context: int, pages: int, variant: dict) -> None:
-        config = FreeKVConfig()
+    def __init__(
+        self, config: FreeKVConfig, model: Model, store: Store, controls: Controls, batch: int, context: int, variant: dict
+    ) -> None:
+        pages, host_pages = CONTEXT // config.page_size + 1, HOST_TOKENS // config.page_size
         selection = CudaStream(DEVICE)
         transfers = selection if variant.get("one_stream") else CudaStream(DEVICE)
         recall = drain if variant.get("copies_off") else kernels.recall_pages
@@ -79,15 +85,15 @@ class Step:
         policy = replayed(config, controls)
         self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
         if every := variant.get("canary"):
-            self.retrieval.canary = Canary(LAYERS, HOST_PAGES, KV_HEADS, PAGE, every, DEVICE)
+            self.retrieval.canary = Canary(LAYERS, host_pages, KV_HEADS, config.page_size, every, DEVICE)
             for checksums in self.retrieval.canary.checksums:
                 checksums.zero_()  # of zeros, which most of the host pool is
         rows = torch.arange(1, batch + 1, device=DEVICE)
         self.seq_lens = torch.full((batch,), context, device=DEVICE)
-        table = torch.randint(1, HOST_PAGES, (batch, pages), dtype=torch.int32, device=DEVICE)
+        table = torch.randint(1, host_pages, (batch, pages), dtype=torch.int32, device=DEVICE)
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
-            kernels.seed_slots(logits, rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, PAGE)
+            kernels.seed_slots(logits, rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size)
         self.batch = DecodeBatch(rows, self.seq_lens, table)
         self.hidden = torch.randn(batch, HIDDEN, dtype=DTYPE, device=DEVICE)
         scale = HEAD_DIM**-0.5
@@ -165,31 +171,36 @@ def main() -> int:
     parser.add_argument("--corrected", type=float, default=0.13)
     parser.add_argument("--missed", type=float, default=0.21)
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
+    parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
+    parser.add_argument("--digest", choices=DIGESTS, default=FreeKVConfig().digest)
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
-    model, config, pages = Model(), FreeKVConfig(), 140_000 // PAGE + 1
-    shape = KVShape(LAYERS, 0, KV_HEADS, QUERY_HEADS, HEAD_DIM, 2 * HEAD_DIM, 2)
+    model, config = Model(), FreeKVConfig(page_size=options.page_size, digest=options.digest)
+    usual = (options.page_size, options.digest) == (DEFAULT_PAGE_SIZE, FreeKVConfig().digest)
+    suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
+    digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
+    shape = KVShape(LAYERS, 0, KV_HEADS, QUERY_HEADS, HEAD_DIM, math.prod(digest), DTYPE.itemsize)
     streams = CudaStream(DEVICE)
-    store = Store.build(config, shape, (HOST_PAGES - 1) * PAGE, 16, PAGE, (2, HEAD_DIM), DTYPE, DEVICE, streams)
+    store = Store.build(config, shape, HOST_TOKENS - config.page_size, 16, config.page_size, digest, DTYPE, DEVICE, streams)
     for digests in store.digests.layers:
         digests.normal_()
     say("pools are up")
     rows = []
     for case, (context, batch) in CASES.items():
         for name, variant in VARIANTS.items():
-            key = f"{case}/{name}"
-            if not wanted(key):
+            if not wanted(f"{case}/{name}"):
                 continue
+            key = f"{case}/{name}{suffix}"
             with report.part(key, quiet=True):
                 controls = Controls(DEVICE)
-                candidates = context // PAGE - config.pages.sink - config.pages.window
+                candidates = context // config.page_size - config.pages.sink - config.pages.window
                 controls.set(Load(variant.get("corrected", options.corrected), options.missed, candidates, config.pages.selected))
-                step = Step(model, store, controls, batch, context, pages, variant)
+                step = Step(config, model, store, controls, batch, context, variant)
                 seconds = summary(step.time())
                 counts = step.retrieval.row_counts(step.batch.rows).sum(0).tolist()
                 report.add(key, {"seconds": seconds, "hits_recalled_corrected": counts})
                 rows.append((key, seconds["median"] * 1e3, *counts))
-                if key in options.profile:
+                if f"{case}/{name}" in options.profile:
                     step.profile(options.out / f"step-{key.replace('/', '-')}.json")
                     _tell(options.out / f"step-{key.replace('/', '-')}.json")
                 say(f"{key}: {seconds['median'] * 1e3:.2f} ms")

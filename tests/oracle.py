@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 
 @dataclass(frozen=True)
 class OracleSettings:
-    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean" or "min-max"."""
+    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "one-bit"."""
 
     budget: int
     sink: int
@@ -132,6 +132,20 @@ def digest(keys: torch.Tensor, page: int, kind: str) -> tuple[torch.Tensor, torc
     return upper.float(), lower.float()
 
 
+def one_bit(keys: torch.Tensor, page: int) -> torch.Tensor:
+    """Keys of full pages in one bit a dimension, the page's mean plus or minus the mean distance from it: [H, n, D] -> [H, P, page, D]."""
+    heads, n, dim = keys.shape
+    paged = keys[:, : n // page * page].double().reshape(heads, n // page, page, dim)
+    centre = paged.mean(dim=2, keepdim=True)
+    distance = (paged - centre).abs().mean(dim=2, keepdim=True)
+    return torch.where(paged >= centre, centre + distance, centre - distance).float()
+
+
+def mass(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the sum of the exponentials of q . k over sqrt(D) in each page: [H, G, D] and [H, P, S, D] -> [H, G, P]."""
+    return torch.einsum("hgd,hpsd->hgps", query.float(), keys).div(query.shape[-1] ** 0.5).logsumexp(dim=-1)
+
+
 def score(query: torch.Tensor, maxima: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
     """Largest q . k of a key in each page's box, over sqrt(D): [H, G, D] and [H, P, D] -> [H, G, P]."""
     query, maxima, minima = query.float()[:, :, None, :], maxima[:, None, :, :], minima[:, None, :, :]
@@ -144,8 +158,11 @@ def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSett
     Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored.
     """
     competing = candidates(n, settings)
-    maxima, minima = digest(keys, settings.page, settings.digest)
-    scores = score(query, maxima[:, competing], minima[:, competing])
+    if settings.digest == "one-bit":
+        scores = mass(query, one_bit(keys, settings.page)[:, competing])
+    else:
+        maxima, minima = digest(keys, settings.page, settings.digest)
+        scores = score(query, maxima[:, competing], minima[:, competing])
     pooled = scores.softmax(dim=-1).mean(dim=1)
     ranked, order = pooled.sort(dim=-1, descending=True, stable=True)
     kept = settings.selected_pages
