@@ -28,7 +28,6 @@ from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 4096, 14336, 128256, 32
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 HOST_TOKENS = 1 << 17  # of each layer; the page tables draw from their pages
-CONTEXT = 140_000  # the longest that page tables have room for
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
 
@@ -66,14 +65,15 @@ class Step:
 
     Args:
         config: its page size and digest.
+        longest: context that page tables have room for.
         host: pinned host pool of every layer, shared by all steps.
         variant: what to take away or to change; a key of ``VARIANTS``.
     """
 
     def __init__(
-        self, config: FreeKVConfig, model: Model, store: Store, controls: Controls, batch: int, context: int, variant: dict
+        self, config: FreeKVConfig, model: Model, store: Store, controls: Controls, batch: int, context: int, longest: int, variant: dict
     ) -> None:
-        pages, host_pages = CONTEXT // config.page_size + 1, HOST_TOKENS // config.page_size
+        pages, host_pages = longest // config.page_size + 1, HOST_TOKENS // config.page_size
         selection = CudaStream(DEVICE)
         transfers = selection if variant.get("one_stream") else CudaStream(DEVICE)
         recall = drain if variant.get("copies_off") else kernels.recall_pages
@@ -172,6 +172,7 @@ def main() -> int:
     parser.add_argument("--missed", type=float, default=0.21)
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
     parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
+    parser.add_argument("--longest", type=int, default=140_000, help="tokens of the longest context, for which page tables are made")
     parser.add_argument("--digest", choices=DIGESTS, default=FreeKVConfig().digest)
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
@@ -195,7 +196,7 @@ def main() -> int:
                 controls = Controls(DEVICE)
                 candidates = context // config.page_size - config.pages.sink - config.pages.window
                 controls.set(Load(variant.get("corrected", options.corrected), options.missed, candidates, config.pages.selected))
-                step = Step(config, model, store, controls, batch, context, variant)
+                step = Step(config, model, store, controls, batch, context, options.longest, variant)
                 seconds = summary(step.time())
                 counts = step.retrieval.row_counts(step.batch.rows).sum(0).tolist()
                 report.add(key, {"seconds": seconds, "hits_recalled_corrected": counts})
