@@ -156,7 +156,7 @@ class ReplayedDigests:
 
 def replayed(config: FreeKVConfig, controls: Controls) -> Replay:
     """FreeKV as ``config`` has it, but for what ``controls`` overwrites."""
-    return Replay(ReplayedDigests(digests_of(config), controls), config.tau, controls)
+    return Replay(ReplayedDigests(digests_of(config), controls), config.pooling, config.tau, controls)
 
 
 

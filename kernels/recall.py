@@ -8,20 +8,23 @@ import triton.language as tl
 
 from sglang_freekv.kernels.misses import Misses
 
+READ_WORDS = 4096  # 16 KiB: so much in flight fills the link with few programs
+
 
 def recall_pages(
     host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8, *, prefetch: bool = True
 ) -> None:
-    """As reference.recall_pages; few programs with whole units in flight, so that the rest of the device computes on.
+    """As reference.recall_pages; few programs with much in flight, so that the rest of the device computes on.
 
     Args:
         programs: how many; 8 of them fill the link.
-        prefetch: every program keeps two units in flight, not one.
+        prefetch: every program keeps two reads in flight, not one: of a unit each, or of as many small ones as make 16 KiB.
     """
     # As 32-bit words: halves of them would be taken apart and put together, which waits for the unit that is still on its way.
     host_pool, keys, values = (tensor.view(torch.int32) for tensor in (host_pool, keys, values))
     page_size, row_words = host_pool.shape[3:]
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(row_words)
+    units = max(1, READ_WORDS // (2 * block_s * block_d))
     assert host_pool.stride(4) == keys.stride(3) == 1 and keys.stride() == values.stride()
     _recall_kernel[(programs,)](
         host_pool,
@@ -36,6 +39,7 @@ def recall_pages(
         *keys.stride()[:3],
         S=page_size,
         D=row_words,
+        UNITS=units,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         PREFETCH=prefetch and block_s * block_d <= 8192,  # the registers hold two units of 64 KiB
@@ -62,51 +66,57 @@ def _recall_kernel(
     stride_head,
     S: tl.constexpr,
     D: tl.constexpr,
+    UNITS: tl.constexpr,  # that are read at once
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    o_t, o_d = tl.arange(0, UNITS * BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    o_s = o_t % BLOCK_S
     m_unit = (o_s < S) & (o_d < D)
     p_host_keys = p_host + o_s * host_stride_token + o_d
     p_host_values = p_host_keys + host_stride_kind
     o_out = o_s * stride_token + o_d
     p_keys += o_out
     p_values += o_out
-    first, step = tl.program_id(0), tl.num_programs(0)
+    first, step = tl.program_id(0) * UNITS, tl.num_programs(0) * UNITS
     count = tl.minimum(tl.load(p_length), M)
+    o_u = 0 if UNITS == 1 else o_t // BLOCK_S  # a number where that will do: its loads are one, not one for each row
 
     if PREFETCH:  # even units have registers of their own, and odd ones: one is read while the other is written
-        m = first < count
-        o_in, o_even = _locate(first, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-        b_even_keys = tl.load(p_host_keys + o_in, mask=m_unit & m, other=0)
-        b_even_values = tl.load(p_host_values + o_in, mask=m_unit & m, other=0)
+        m = first + o_u < count
+        o_in, o_even = _locate(first + o_u, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
+        m_even = m_unit & m
+        b_even_keys = tl.load(p_host_keys + o_in, mask=m_even, other=0)
+        b_even_values = tl.load(p_host_values + o_in, mask=m_even, other=0)
         for i in range(first, count, 2 * step):
-            i_odd, i_even = i + step, i + 2 * step
+            i_odd, i_even = i + step + o_u, i + 2 * step + o_u
             m = i_odd < count
             o_in, o_odd = _locate(i_odd, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
             m_odd = m_unit & m
             b_odd_keys = tl.load(p_host_keys + o_in, mask=m_odd, other=0)
             b_odd_values = tl.load(p_host_values + o_in, mask=m_odd, other=0)
-            tl.store(p_keys + o_even, b_even_keys, mask=m_unit)
-            tl.store(p_values + o_even, b_even_values, mask=m_unit)
+            tl.store(p_keys + o_even, b_even_keys, mask=m_even)
+            tl.store(p_values + o_even, b_even_values, mask=m_even)
             m = i_even < count
             o_in, o_even = _locate(i_even, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-            b_even_keys = tl.load(p_host_keys + o_in, mask=m_unit & m, other=0)
-            b_even_values = tl.load(p_host_values + o_in, mask=m_unit & m, other=0)
+            m_even = m_unit & m
+            b_even_keys = tl.load(p_host_keys + o_in, mask=m_even, other=0)
+            b_even_values = tl.load(p_host_values + o_in, mask=m_even, other=0)
             tl.store(p_keys + o_odd, b_odd_keys, mask=m_odd)
             tl.store(p_values + o_odd, b_odd_values, mask=m_odd)
     else:
         for i in range(first, count, step):
-            o_in, o_slot = _locate(i, True, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-            b_keys = tl.load(p_host_keys + o_in, mask=m_unit, other=0)
-            b_values = tl.load(p_host_values + o_in, mask=m_unit, other=0)
-            tl.store(p_keys + o_slot, b_keys, mask=m_unit)
-            tl.store(p_values + o_slot, b_values, mask=m_unit)
+            m = i + o_u < count
+            o_in, o_slot = _locate(i + o_u, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
+            b_keys = tl.load(p_host_keys + o_in, mask=m_unit & m, other=0)
+            b_values = tl.load(p_host_values + o_in, mask=m_unit & m, other=0)
+            tl.store(p_keys + o_slot, b_keys, mask=m_unit & m)
+            tl.store(p_values + o_slot, b_values, mask=m_unit & m)
 
     # The last program to be done empties the list. The barrier: a warp of this one may not have read the length yet.
     tl.debug_barrier()
-    if tl.atomic_add(p_length + 1, 1) == step - 1:
+    if tl.atomic_add(p_length + 1, 1) == tl.num_programs(0) - 1:
         tl.store(p_length, 0)
         tl.store(p_length + 1, 0)
         tl.store(p_length + 2, count)
@@ -115,7 +125,7 @@ def _recall_kernel(
 
 @triton.jit
 def _locate(i, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head):
-    """Offsets of the i-th unit in the host pool and in the device cache."""
+    """Offsets of the i-th unit, or of several, in the host pool and in the device cache."""
     i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
     i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
     i_slot = tl.load(p_slots + i, mask=m, other=0).to(tl.int64)

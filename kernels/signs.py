@@ -8,9 +8,9 @@ import triton.language as tl
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.reference import sign_word
-from sglang_freekv.kernels.score import PROGRAMS
 
-TOKENS = 64  # whose keys are unpacked at once
+TOKENS = 128  # whose keys are unpacked at once
+PROGRAMS = 792  # six for each SM of an H100 or H200, all at once
 
 
 def digest_signs(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+READ_BYTES = 16384  # so much in flight of each program fills the link
+
 
 def stage_pages(
     host_pool: torch.Tensor,
@@ -19,8 +21,10 @@ def stage_pages(
     """As reference.stage_pages; at most ``programs`` programs, so that the rest of the device computes on."""
     num_heads, _, page_size, head_dim = host_pool.shape[1:]
     num_units = len(host_pages) * num_heads
+    block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(head_dim)
+    units = max(1, READ_BYTES // (2 * block_s * block_d * host_pool.element_size()))
     assert host_pool.stride(4) == keys.stride(2) == 1 and keys.stride() == values.stride()
-    _stage_kernel[(min(num_units, programs),)](
+    _stage_kernel[(min(triton.cdiv(num_units, units), programs),)](
         host_pool,
         host_pages,
         starts,
@@ -32,8 +36,9 @@ def stage_pages(
         H=num_heads,
         S=page_size,
         D=head_dim,
-        BLOCK_S=triton.next_power_of_2(page_size),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        UNITS=units,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
         num_warps=8,
     )
 
@@ -55,17 +60,21 @@ def _stage_kernel(
     H: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    UNITS: tl.constexpr,  # that are read at once
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    m_unit = (o_s < S) & (o_d < D)
+    o_t, o_d = tl.arange(0, UNITS * BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    o_s, o_u = o_t % BLOCK_S, 0 if UNITS == 1 else o_t // BLOCK_S
     o_host = o_s * host_stride_token + o_d
     o_rows = o_s * stride_token + o_d
-    for i in range(tl.program_id(0), num_units, tl.num_programs(0)):
+    for first in range(tl.program_id(0) * UNITS, num_units, tl.num_programs(0) * UNITS):
+        i = first + o_u
+        m = i < num_units
+        m_unit = m & (o_s < S) & (o_d < D)
         i_head = i % H
-        i_page = tl.load(p_host_pages + i // H).to(tl.int64)
-        i_start = tl.load(p_starts + i // H).to(tl.int64)
+        i_page = tl.load(p_host_pages + i // H, mask=m, other=0).to(tl.int64)
+        i_start = tl.load(p_starts + i // H, mask=m, other=0).to(tl.int64)
         p_unit = p_host + i_page * host_stride_page + i_head * host_stride_head + o_host
         b_keys = tl.load(p_unit, mask=m_unit, other=0)
         b_values = tl.load(p_unit + host_stride_kind, mask=m_unit, other=0)

@@ -20,6 +20,7 @@ from sglang_freekv.config import (
     GIB,
     HOST_LAYOUTS,
     METHODS,
+    POOLINGS,
     RECALLS,
     FreeKVConfig,
     Refusal,
@@ -76,6 +77,12 @@ FLAGS = {
         "and finds more; one-bit has a bit for each dimension of each key besides, and finds single tokens, with --page-size 8 best. It "
         "takes more device memory, and more of each step.",
     },
+    "freekv_pooling": {
+        "choices": POOLINGS,
+        "help": "What a kv head selects pages by, of the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
+        "mean with arkvale. softmax-mean: the mean of their softmax over the pages. mean, max: of the scores as they are; max lets a "
+        "single query head that looks for a single token have it.",
+    },
     "freekv_device_cache": {
         "type": int,
         "metavar": "TOKENS",
@@ -126,6 +133,7 @@ class Options:
     freekv_window: int | None = None
     freekv_tau: float | None = None
     freekv_digest: str | None = None
+    freekv_pooling: str | None = None
     freekv_device_cache: int | None = None
     freekv_dense_layers: Any = None
     freekv_host_memory: float | None = None
@@ -254,6 +262,7 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
         window_tokens=edge("freekv_window", DEFAULTS.window_tokens, 2),
         tau=_number("freekv_tau", options.freekv_tau, None),
         digest=options.freekv_digest,
+        pooling=options.freekv_pooling,
         device_cache_tokens=_tokens("freekv_device_cache", options.freekv_device_cache, None),
         dense_layers=_layers(options.freekv_dense_layers),
         host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),

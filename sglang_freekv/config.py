@@ -10,6 +10,7 @@ BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
 DIGESTS = ("min-max", "cuboid-mean", "one-bit")
 MOST_SIGNS = 32  # tokens of a page that has a bit for each
+POOLINGS = ("softmax-mean", "mean", "max")
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # units to a unit that is examined; 0 is none
@@ -20,9 +21,14 @@ class Method(NamedTuple):
 
     tau: float | None
     digest: str
+    pooling: str
 
 
-METHODS = {"freekv": Method(0.9, "cuboid-mean"), "quest": Method(None, "min-max"), "arkvale": Method(None, "cuboid-mean")}
+METHODS = {
+    "freekv": Method(0.9, "cuboid-mean", "softmax-mean"),
+    "quest": Method(None, "min-max", "max"),
+    "arkvale": Method(None, "cuboid-mean", "mean"),
+}
 
 
 class Refusal(ValueError):
@@ -60,6 +66,8 @@ class FreeKVConfig:
             (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is. None becomes the method's default,
             and stays None with a method that has no threshold.
         digest: a key of ``DIGESTS``: what a page is scored by. None becomes the method's default.
+        pooling: a key of ``POOLINGS``: how the scores of the query heads that share a kv head become the one that it selects by.
+            None becomes the method's default.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
             what a step attends to need no recall when they are selected again. None is the budget.
         dense_layers: layers whose KV is not compressed and stays on the device in full.
@@ -79,6 +87,7 @@ class FreeKVConfig:
     window_tokens: int = 512
     tau: float | None = None
     digest: str | None = None
+    pooling: str | None = None
     device_cache_tokens: int | None = None
     dense_layers: tuple[int, ...] = (0,)
     host_memory_gib: float | None = None
@@ -117,9 +126,11 @@ class FreeKVConfig:
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
             )
-        if self.digest is None:
-            object.__setattr__(self, "digest", METHODS[self.method].digest)
-        for name, allowed in (("digest", DIGESTS), ("recall", RECALLS), ("host-layout", HOST_LAYOUTS), ("canary", tuple(CANARIES))):
+        for name in ("digest", "pooling"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(METHODS[self.method], name))
+        choices = {"digest": DIGESTS, "pooling": POOLINGS, "recall": RECALLS, "host-layout": HOST_LAYOUTS, "canary": tuple(CANARIES)}
+        for name, allowed in choices.items():
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
         if self.digest == "one-bit" and self.page_size > MOST_SIGNS:

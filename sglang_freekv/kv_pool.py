@@ -124,6 +124,7 @@ class FreeKVPool(MHATokenToKVPool):
             "canary": self.config.canary,
             "tau": self.config.tau,
             "digest": self.config.digest,
+            "pooling": self.config.pooling,
             "page_size": self.page_size,
             "dense_layers": list(self.config.dense_layers),
             "retrieval_layers": len(self.retrieval_index),
@@ -146,7 +147,7 @@ class FreeKVPool(MHATokenToKVPool):
         return (
             f"KV retrieval is on: {config.method}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
             f"selected {config.pages.selected * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
-            f"{threshold}, {config.digest} digests; host pool {gib['host_bytes']} for {self.size} tokens; "
+            f"{threshold}, {config.digest} digests, {config.pooling} pooling; host pool {gib['host_bytes']} for {self.size} tokens; "
             f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,12 +22,12 @@ class RetrievalPolicy(Protocol):
     """What the engine asks of a method. All tensors as in ``kernels.reference``.
 
     Args:
-        pooling: how a group's logits become the one weight by which its kv head selects.
         digests: what pages are summarised and scored by.
+        pooling: how a group's logits become the one weight by which its kv head selects.
     """
 
-    pooling: ClassVar[Pooling]
     digests: Digests
+    pooling: Pooling
 
     def needs_correction(
         self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
@@ -37,15 +37,14 @@ class RetrievalPolicy(Protocol):
 
 @dataclass(frozen=True)
 class FreeKV:
-    """FreeKV (ICLR 2026): group-mean softmax scores, correction by query similarity. The paper's digests are min-max.
+    """FreeKV (ICLR 2026): correction by query similarity. The paper's digests are min-max, its pooling softmax-mean.
 
     Args:
         tau: correction threshold (section 3.3).
     """
 
-    pooling: ClassVar[Pooling] = "softmax-mean"
-
     digests: Digests
+    pooling: Pooling
     tau: float
 
     def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
@@ -53,29 +52,22 @@ class FreeKV:
 
 
 @dataclass(frozen=True)
-class Quest:
-    """Quest (ICML 2024): in every step the pages that its own query selects: all kv heads are corrected.
+class Blocking:
+    """In every step what its own query selects: all kv heads are corrected.
 
-    The paper selects for each query head. The heads of a group share here what is best for one of them, by the maximum of their scores.
+    Quest (ICML 2024) has min-max digests and selects for each query head; the heads of a group share here what is best for one of
+    them, by the maximum of their scores. ArkVale (NeurIPS 2024) has cuboid-mean digests and the mean of a group's scores.
     """
 
-    pooling: ClassVar[Pooling] = "max"
-
     digests: Digests
+    pooling: Pooling
 
     def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         return kernels.needs_correction(queries, rows, previous, math.inf, counts, num_kv_heads)
 
 
-@dataclass(frozen=True)
-class ArkVale(Quest):
-    """ArkVale (NeurIPS 2024): the mean of a group's scores; like Quest, in every step what its query selects."""
-
-    pooling: ClassVar[Pooling] = "mean"
-
-
 POLICIES: dict[str, Callable[[FreeKVConfig], RetrievalPolicy]] = {
-    "freekv": lambda config: FreeKV(digests_of(config), config.tau),
-    "quest": lambda config: Quest(digests_of(config)),
-    "arkvale": lambda config: ArkVale(digests_of(config)),
+    "freekv": lambda config: FreeKV(digests_of(config), config.pooling, config.tau),
+    "quest": lambda config: Blocking(digests_of(config), config.pooling),
+    "arkvale": lambda config: Blocking(digests_of(config), config.pooling),
 }

@@ -66,7 +66,7 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
         scores = (q[..., None, :] * corners).sum(-1).div(DIM**0.5).logsumexp(-1)
     else:
         scores = torch.maximum(q * upper, q * lower).sum(-1) / DIM**0.5
-    pooled = {"freekv": scores.softmax(-1).mean(0), "quest": scores.amax(0), "arkvale": scores.mean(0)}[config.method]
+    pooled = {"softmax-mean": scores.softmax(-1).mean(0), "max": scores.amax(0), "mean": scores.mean(0)}[config.pooling]
     return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.pages.selected].tolist()}
 
 
@@ -167,6 +167,7 @@ CONFIGS = {
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="min-max"
     ),
     "one-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="one-bit"),
+    "max-pooling": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), pooling="max"),
     "one-bit-slack": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="one-bit"
     ),

@@ -78,7 +78,7 @@ def test_an_engine_does_what_the_load_says(controls):
 
 def test_without_a_load_it_is_freekv(controls):
     replayed = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
-    with mock.patch.dict(policy.POLICIES, freekv=lambda config: policy.FreeKV(digests_of(config), config.tau)):
+    with mock.patch.dict(policy.POLICIES, freekv=lambda config: policy.FreeKV(digests_of(config), config.pooling, config.tau)):
         plain = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
     assert isinstance(replayed.retrieval.policy, Replay) and not isinstance(plain.retrieval.policy, Replay)
     assert torch.equal(replayed.run(12), plain.run(12))
@@ -126,7 +126,7 @@ def test_the_kernels_are_their_twins(load, layer):
     twins.set(load)
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
-    twin = Replay(Boxes(budget, S, "min-max"), 0.1, twins)
+    twin = Replay(Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
     assert torch.equal(turned.cpu(), twin.needs_correction(queries.cpu(), rows.cpu(), *expected[:2], H))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
     real = rows[rows > 0].cpu()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, DIGESTS, HOST_LAYOUTS, METHODS, RECALLS, FreeKVConfig, Refusal
+from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, DIGESTS, HOST_LAYOUTS, METHODS, POOLINGS, RECALLS, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
 from sglang_freekv.scheduler_patch.refusals import typed
 
@@ -27,6 +27,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
+    "freekv_pooling": st.sampled_from(POOLINGS),
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -48,7 +49,7 @@ def refused(make) -> str | None:
     assert (config.tau is None) == (METHODS[config.method].tau is None) and config.tau == config.tau
     assert (config.host_memory_gib is None or config.host_memory_gib > 0)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
-    assert config.canary in CANARIES and config.digest in DIGESTS
+    assert config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
 
 
@@ -56,6 +57,7 @@ def refused(make) -> str | None:
     values=st.fixed_dictionaries({}, optional={
         "method": methods | words, "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": st.none() | numbers,
         "page_size": page_sizes, "digest": st.none() | st.sampled_from(DIGESTS) | words,
+        "pooling": st.none() | st.sampled_from(POOLINGS) | words,
         "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from sglang_freekv.config import DIGESTS, METHODS, FreeKVConfig
+from sglang_freekv.config import DIGESTS, METHODS, POOLINGS, FreeKVConfig
 from sglang_freekv.digests import Signs
 from sglang_freekv.kernels import CORRECTED, Box, Pooling
 from sglang_freekv.kv_pool import FreeKVPool
@@ -19,14 +19,16 @@ from sglang_freekv.policy import POLICIES
 def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
     assert list(METHODS) == list(POLICIES)
     assert DIGESTS == (*get_args(Box), "one-bit")
-    for name, (tau, digest) in METHODS.items():
+    assert POOLINGS == get_args(Pooling)
+    for name, (tau, digest, pooling) in METHODS.items():
         config = FreeKVConfig(name)
         policy = POLICIES[name](config)
-        assert getattr(policy, "tau", None) == config.tau == tau and policy.pooling in get_args(Pooling)
+        assert getattr(policy, "tau", None) == config.tau == tau and policy.pooling == config.pooling == pooling
         assert policy.digests.budget == config.pages and policy.digests.page_size == config.page_size
         assert policy.digests.box == config.digest == digest
         assert all(POLICIES[name](FreeKVConfig(name, digest=box)).digests.box == box for box in get_args(Box))
         assert isinstance(POLICIES[name](FreeKVConfig(name, digest="one-bit")).digests, Signs)
+        assert all(POLICIES[name](FreeKVConfig(name, pooling=other)).pooling == other for other in POOLINGS)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,8 @@ def test_the_pool_tells_the_method_and_its_threshold(name):
     config = FreeKVConfig(name, budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8, dense_layers=(0,))
     pool = FreeKVPool(config, KVShape(2, 1, 2, 4, 16, 32, 4), 256, 2, 128, torch.float32, "cpu")
     facts, line = pool.describe(), pool.activation_line()
-    assert (facts["method"], facts["tau"], facts["digest"]) == (name, *METHODS[name])
+    assert (facts["method"], facts["tau"], facts["digest"], facts["pooling"]) == (name, *METHODS[name])
     assert line.startswith(f"KV retrieval is on: {name}, budget 64 tokens = sink 16 + selected 32 + window 16, pages of 8, ")
     assert ("tau 0.9," in line) == (name == "freekv") and ("no tau, every kv head is corrected," in line) == (name != "freekv")
-    assert f" {METHODS[name].digest} digests; host pool " in line
+    assert f" {METHODS[name].digest} digests, {METHODS[name].pooling} pooling; host pool " in line
     assert math.prod(POLICIES[name](config).digests.shape(16, 4)) == pool.shape.digest_elements

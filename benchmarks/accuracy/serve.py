@@ -42,7 +42,9 @@ PAGES = {
     "one-bit": (None, None, None),
     "one-bit-page-8": (8, None, None),
     "one-bit-narrow-page-8": (8, 16, 32),
+    "max-narrow-page-8": (8, 16, 32),
 }
+ONE_BIT, MAX = ("--freekv-digest", "one-bit"), ("--freekv-pooling", "max")
 
 
 def systems_of(taus: list[float]) -> dict[str, dict]:
@@ -51,7 +53,7 @@ def systems_of(taus: list[float]) -> dict[str, dict]:
     ablations = {"freekv-min-max": {"--freekv-digest": "min-max"}, "freekv-no-correction": {"--freekv-tau": NEVER}}
     for name, tokens in PAGES.items():
         flags = {flag: value for flag, value in zip(EDGES, tokens, strict=True) if value is not None}
-        ablations[f"freekv-{name}"] = flags | ({"--freekv-digest": "one-bit"} if name.startswith("one-bit") else {})
+        ablations[f"freekv-{name}"] = flags | {flag: value for flag, value in (ONE_BIT, MAX) if name.startswith(value)}
     ablations |= {f"freekv-tau-{tau:.2f}": {"--freekv-tau": tau} for tau in taus}
     return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | flags for name, flags in ablations.items()}
 

@@ -26,7 +26,7 @@ with mock.patch.object(sys, "path", [str(PUBLISHED), str(ROOT / "benchmarks"), *
     spec.loader.exec_module(driver)
 
 BUILT = {"method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9, "digest": "min-max"}
-BUILT |= {"page_size": 32, "dense_layers": [0]}
+BUILT |= {"page_size": 32, "pooling": "softmax-mean", "dense_layers": [0]}
 MATH = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4"}]
 DIARY = {
     "prompt": "Write 2 weeks.", "prefix": "#*# Week 1:", "type": "Week", "number": 2,
@@ -369,7 +369,8 @@ def test_ruler_from_files(drive, serve, tmp_path):
     [
         (None, "stock"),
         (BUILT, "freekv-2048-512-512-0.9-min-max"),
-        (BUILT | {"method": "quest", "tau": None}, "quest-2048-512-512-min-max"),
+        (BUILT | {"method": "quest", "tau": None, "pooling": "max"}, "quest-2048-512-512-min-max"),
+        (BUILT | {"page_size": 8, "pooling": "max"}, "freekv-2048-512-512-0.9-min-max-max-page-8"),
     ],
 )
 def test_a_result_is_named_by_the_system(built, name):

@@ -43,6 +43,7 @@ FREEKV = {
     "freekv-one-bit": FreeKV(digest="one-bit"),
     "freekv-one-bit-page-8": FreeKV(digest="one-bit", page=8),
     "freekv-one-bit-narrow-page-8": FreeKV(digest="one-bit", page=8, sink=16, window=32),
+    "freekv-max-narrow-page-8": FreeKV(pooling="max-scores", page=8, sink=16, window=32),
     "freekv-max-pool": FreeKV(pooling="max-softmax"),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
@@ -240,8 +241,8 @@ def freekv_select(query, keys, n, budget, method):
     scores = torch.tensor(page_scores(query, keys, candidates, budget.page, method.digest), dtype=torch.float64)
     if method.scaled:
         scores = scores / DIM**0.5
-    odds = [torch.softmax(scores[:, one], dim=0).tolist() for one in range(GROUP)]
-    pool = {"mean-softmax": mean, "max-softmax": max}[method.pooling]
+    odds = [(scores[:, one] if method.pooling == "max-scores" else torch.softmax(scores[:, one], dim=0)).tolist() for one in range(GROUP)]
+    pool = {"mean-softmax": mean, "max-softmax": max, "max-scores": max}[method.pooling]
     ranking = [pool(each) for each in zip(*odds)]
     return [candidates[place] for place in best(ranking, (budget.total - budget.sink - budget.window) // budget.page)]
 

@@ -7,9 +7,9 @@ from serving import NEEDLE_MODEL
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
     "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
-    "freekv-host-memory", "freekv-digest", "freekv-recall", "freekv-host-layout",
+    "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
 )  # fmt: skip
-CHOICES = {"freekv-digest": "min-max", "freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
+CHOICES = {"freekv-digest": "min-max", "freekv-pooling": "max", "freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
 YAML = """
 model-path: {model}
 device: cpu
@@ -55,6 +55,8 @@ WRONG = {
     ("--page-size", 48): "--freekv-budget 2048: expected a non-negative multiple of --page-size 48",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
+    ("--freekv-digest", "one-bit", "--page-size", 64): "--freekv-digest one-bit: expected pages of at most 32 tokens, but --page-size "
+    "is 64; use --page-size 8, or --freekv-digest cuboid-mean",
     ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
     "2048; use --freekv-device-cache 2048",
     ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
@@ -122,7 +124,7 @@ def test_defaults(outcomes):
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
-        "digest": "cuboid-mean",
+        "digest": "cuboid-mean", "pooling": "softmax-mean",
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "device_cache_tokens": None, "recall": "zero-copy",
         "host_layout": "hnd", "canary": "off",
     }  # fmt: skip
@@ -164,8 +166,11 @@ def test_engine_raises_value_errors(outcomes):
 def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
     freekv = outcomes[f"edges {()}"]["config"]
     for case, changes in (
-        ("quest", {"method": "quest", "page_size": 16, "digest": "min-max"}),
-        ("engine, another method", {"method": "arkvale", "page_size": 16, "budget_tokens": 1024, "sink_tokens": 256, "window_tokens": 256}),
+        ("quest", {"method": "quest", "page_size": 16, "digest": "min-max", "pooling": "max"}),
+        (
+            "engine, another method",
+            {"method": "arkvale", "page_size": 16, "budget_tokens": 1024, "sink_tokens": 256, "window_tokens": 256, "pooling": "mean"},
+        ),
     ):
         memory = outcomes[case]["config"]["host_memory_gib"]
         assert outcomes[case]["config"] == freekv | {"tau": None, "host_memory_gib": memory} | changes

@@ -45,6 +45,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv-one-bit": partial(FreeKV, digest="one-bit"),
     "freekv-one-bit-page-8": partial(FreeKV, digest="one-bit", page=8),
     "freekv-one-bit-narrow-page-8": partial(FreeKV, digest="one-bit", page=8, sink=16, window=32),
+    "freekv-max-narrow-page-8": partial(FreeKV, pooling="max-scores", page=8, sink=16, window=32),
     "freekv-max-pool": partial(FreeKV, pooling="max-softmax"),
     "freekv-early-query": partial(FreeKV, early=True),
     "freekv-unscaled": partial(FreeKV, scaled=False),

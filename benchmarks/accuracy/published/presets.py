@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 GENERAL = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-14B-Instruct")
 REASONING = tuple(f"deepseek-ai/DeepSeek-R1-Distill-{base}" for base in ("Llama-8B", "Qwen-7B", "Qwen-14B"))
-PAPER_PAGE, PAPER_DIGEST = 32, "min-max"
+PAPER_PAGE, PAPER_DIGEST, PAPER_POOLING = 32, "min-max", "softmax-mean"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Preset:
     def differences(self, built: dict) -> list[str]:
         """What of a server's ``freekv`` block is not as in the preset, one line each."""
         expected = {"budget_tokens": self.budget, "sink_tokens": self.sink, "window_tokens": self.window, "tau": self.tau}
-        expected |= {"page_size": PAPER_PAGE, "digest": PAPER_DIGEST, "dense_layers": [0]}
+        expected |= {"page_size": PAPER_PAGE, "digest": PAPER_DIGEST, "pooling": PAPER_POOLING, "dense_layers": [0]}
         actual = {name: built.get(name) for name in expected}
         return [f"{name}: expected {value}, the server has {actual[name]}" for name, value in expected.items() if actual[name] != value]
 

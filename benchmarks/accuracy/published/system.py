@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from evaluators import EvaluatorFailed
-from presets import Preset
+from presets import PAPER_PAGE, PAPER_POOLING, Preset
 
 FACTS = ("model_path", "version", "attention_backend", "page_size", "context_length", "max_total_num_tokens", "freekv")
+POOLINGS = {"freekv": PAPER_POOLING, "quest": "max", "arkvale": "mean"}  # usual ones
 
 
 def facts_of(info: dict) -> dict:
@@ -14,11 +15,15 @@ def facts_of(info: dict) -> dict:
 
 
 def name_of(info: dict) -> str:
-    """Of the system in the results."""
+    """Of the system in the results; page size and pooling are told where they are not the usual ones."""
     built = info.get("freekv")
     if built is None:
         return "stock"
     settings = [built[name] for name in ("method", "budget_tokens", "sink_tokens", "window_tokens", "tau", "digest")]
+    if built["pooling"] != POOLINGS[built["method"]]:
+        settings.append(built["pooling"])
+    if built["page_size"] != PAPER_PAGE:
+        settings.append(f"page-{built['page_size']}")
     return "-".join(format(setting, "g") if isinstance(setting, float) else str(setting) for setting in settings if setting is not None)
 
 
