@@ -91,7 +91,8 @@ def score_pages(inputs: Inputs) -> Trial:
     read = _candidates(inputs)
     error = relative(got[read], expected[read])
     assert error < 1e-3, f"relative error {error:.2g}"
-    return Trial(per_layer(inputs, lambda layer: run(kernels.score_pages, layer)), _score_bytes(inputs, read, 2 * case.head_dim), error=error)
+    num_bytes = _score_bytes(inputs, read, 2 * case.head_dim)
+    return Trial(per_layer(inputs, lambda layer: run(kernels.score_pages, layer)), num_bytes, error=error)
 
 
 def score_signs(inputs: Inputs) -> Trial:
