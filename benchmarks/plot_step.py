@@ -17,6 +17,7 @@ COLOURS = {
     "score": "#63a375", "plan": "#2f7d4f", "recall": "#c8553d", "attention": "#3a6ea5",
 }  # fmt: skip
 KINDS = (
+    ("_overwrite", "score"),
     ("_append", "append"), ("_needs_correction", "correction test"), ("_digest", "digest, offload"), ("_offload", "digest, offload"),
     ("_score", "score"), ("_plan", "plan"), ("_recall", "recall"), ("_attend", "attention"), ("_merge", "attention"), ("nvjet", "GEMM"),
 )  # fmt: skip

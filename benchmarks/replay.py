@@ -159,7 +159,6 @@ def replayed(config: FreeKVConfig, controls: Controls) -> Replay:
     return Replay(ReplayedDigests(digests_of(config), controls), config.pooling, config.tau, controls)
 
 
-
 def drain(host_pool: torch.Tensor, misses: Misses, *others) -> None:
     """In the place of recall: the list of misses is emptied, and nothing is copied."""
     misses.clear()

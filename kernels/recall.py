@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.misses import Misses
-
-READ_WORDS = 4096  # 16 KiB: so much in flight fills the link with few programs
+from sglang_freekv.kernels.stage import READ_BYTES
 
 
 def recall_pages(
@@ -24,7 +23,7 @@ def recall_pages(
     host_pool, keys, values = (tensor.view(torch.int32) for tensor in (host_pool, keys, values))
     page_size, row_words = host_pool.shape[3:]
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(row_words)
-    units = max(1, READ_WORDS // (2 * block_s * block_d))
+    units = max(1, READ_BYTES // (8 * block_s * block_d))
     assert host_pool.stride(4) == keys.stride(3) == 1 and keys.stride() == values.stride()
     _recall_kernel[(programs,)](
         host_pool,

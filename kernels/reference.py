@@ -25,7 +25,7 @@ SPREAD = 0x9E3779B1 - (1 << 32)  # an odd number near 2 ** 32 over the golden ra
 FAINT = -3.0e38
 
 Pooling = Literal["softmax-mean", "mean", "max"]  # of a group's logits, to the weight of a page
-Box = Literal["min-max", "cuboid-mean"]  # around the keys of a page
+Box = Literal["cuboid-mean", "min-max"]  # around the keys of a page
 
 
 def digest_pages(
@@ -323,13 +323,15 @@ def score_signs(
     """As :func:`score_pages`, by the ``digests [n_page, H, E]`` of :func:`digest_signs`: the logarithm of the sum of the exponentials of
     ``q . k / sqrt(D)`` over the tokens of a page."""
     num_kv_heads, head_dim = digests.shape[1], queries.shape[2]
-    q = queries.float().unflatten(1, (num_kv_heads, -1))
-    units = digests[page_table.clamp(min=0).long()]  # [B, P, H, E]
-    upper, lower = units[..., : 2 * head_dim].float().unflatten(-1, (2, head_dim)).unbind(3)
-    words = units[..., 2 * head_dim :].contiguous().view(sign_word(page_size))
-    above = (words[:, :, :, None] >> torch.arange(page_size, dtype=words.dtype, device=words.device)[:, None]) & 1
-    keys = torch.where(above.bool(), upper[:, :, :, None], lower[:, :, :, None])
-    return (torch.einsum("bhgd,bphsd->bhgps", q, keys) / head_dim**0.5).logsumexp(-1).flatten(1, 2)
+    logits = torch.empty(*queries.shape[:2], page_table.shape[1], device=queries.device)
+    for q, pages, into in zip(queries.float().unflatten(1, (num_kv_heads, -1)), page_table, logits):  # the keys of one request at a time
+        units = digests[pages.clamp(min=0).long()]  # [P, H, E]
+        upper, lower = units[..., : 2 * head_dim].float().unflatten(-1, (2, head_dim)).unbind(2)
+        words = units[..., 2 * head_dim :].contiguous().view(sign_word(page_size))
+        above = (words[:, :, None] >> torch.arange(page_size, dtype=words.dtype, device=words.device)[:, None]) & 1
+        keys = torch.where(above.bool(), upper[:, :, None], lower[:, :, None])
+        into[:] = (torch.einsum("hgd,phsd->hgps", q, keys) / head_dim**0.5).logsumexp(-1).flatten(0, 1)
+    return logits
 
 
 def select_pages(

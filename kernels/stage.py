@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-READ_BYTES = 16384  # so much in flight of each program fills the link
+READ_BYTES = 16384  # so much in flight of each program fills the link with few of them
 
 
 def stage_pages(

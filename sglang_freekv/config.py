@@ -8,7 +8,7 @@ from typing import NamedTuple
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
-DIGESTS = ("min-max", "cuboid-mean", "one-bit")
+DIGESTS = ("cuboid-mean", "min-max", "one-bit")
 MOST_SIGNS = 32  # tokens of a page that has a bit for each
 POOLINGS = ("softmax-mean", "mean", "max")
 RECALLS = ("zero-copy", "copy-engine")
@@ -65,8 +65,8 @@ class FreeKVConfig:
         tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
             (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is. None becomes the method's default,
             and stays None with a method that has no threshold.
-        digest: a key of ``DIGESTS``: what a page is scored by. None becomes the method's default.
-        pooling: a key of ``POOLINGS``: how the scores of the query heads that share a kv head become the one that it selects by.
+        digest: one of ``DIGESTS``: what a page is scored by. None becomes the method's default.
+        pooling: one of ``POOLINGS``: how the scores of the query heads that share a kv head become the one that it selects by.
             None becomes the method's default.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
             what a step attends to need no recall when they are selected again. None is the budget.

@@ -9,7 +9,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import FreeKVConfig, PageBudget
+from sglang_freekv.config import FreeKVConfig, PageBudget, Refusal
 from sglang_freekv.kernels import Box
 
 
@@ -63,7 +63,14 @@ class Signs:
     page_size: int
 
     def shape(self, head_dim: int, element_bytes: int) -> tuple[int, ...]:
-        return (head_dim * (2 * element_bytes + kernels.sign_word(self.page_size).itemsize) // element_bytes,)
+        """Raises Refusal if the bits do not fill whole elements."""
+        words = head_dim * kernels.sign_word(self.page_size).itemsize
+        if words % element_bytes:
+            raise Refusal(
+                f"--freekv-digest one-bit: expected a head_dim whose bits, {self.page_size} a dimension, fill whole numbers of "
+                f"{element_bytes} bytes, but the model's is {head_dim}; use --freekv-digest cuboid-mean"
+            )
+        return (2 * head_dim + words // element_bytes,)
 
     def write(self, keys, starts, host_pages, digests) -> None:
         kernels.digest_signs(keys, starts, host_pages, digests, self.page_size)

@@ -1,6 +1,6 @@
 """Retrieval policies: what pages are scored by, how a group of query heads chooses among them, when a choice is corrected.
 
-A policy decides pages; the engine moves them. A published method is one class here and one entry in ``POLICIES``.
+A policy decides pages; the engine moves them. A published method is an entry in ``POLICIES``, and its settings one in ``METHODS``.
 """
 
 from __future__ import annotations

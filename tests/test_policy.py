@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from sglang_freekv.config import DIGESTS, METHODS, POOLINGS, FreeKVConfig
+from sglang_freekv.config import DIGESTS, METHODS, POOLINGS, FreeKVConfig, Refusal
 from sglang_freekv.digests import Signs
 from sglang_freekv.kernels import CORRECTED, Box, Pooling
 from sglang_freekv.kv_pool import FreeKVPool
@@ -38,6 +38,13 @@ def test_a_digest_of_one_bit_is_two_corners_and_a_bit_for_each_token(page_size, 
     signs = Signs(FreeKVConfig(page_size=page_size).pages, page_size)
     assert signs.shape(128, dtype.itemsize) == (elements,)
     assert elements * dtype.itemsize == 2 * 128 * dtype.itemsize + 128 * page_size // 8
+
+
+def test_bits_that_leave_an_element_half_full_are_refused():
+    signs = Signs(FreeKVConfig(page_size=8).pages, 8)
+    assert signs.shape(90, 2) == (225,)
+    with pytest.raises(Refusal, match="one-bit: expected a head_dim .* but the model's is 90; use --freekv-digest cuboid-mean"):
+        signs.shape(90, 4)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -32,28 +32,26 @@ from sglang_freekv.scheduler_patch.cpu import cpu_environment  # noqa: E402
 
 NEVER = -2.0  # below every cosine
 TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default
-EDGES = ("--page-size", "--freekv-sink", "--freekv-window")
-PAGES = {
-    "page-16": (16, None, None),
-    "page-8": (8, None, None),
-    "narrow": (None, 32, 64),
-    "narrow-page-16": (16, 16, 32),
-    "narrow-page-8": (8, 16, 32),
-    "one-bit": (None, None, None),
-    "one-bit-page-8": (8, None, None),
-    "one-bit-narrow-page-8": (8, 16, 32),
-    "max-narrow-page-8": (8, 16, 32),
+ONE_BIT, MAX = {"--freekv-digest": "one-bit"}, {"--freekv-pooling": "max"}
+FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
+SELECTIONS = {
+    "page-16": {"--page-size": 16},
+    "page-8": {"--page-size": 8},
+    "narrow": {"--freekv-sink": 32, "--freekv-window": 64},
+    "narrow-page-16": FINE | {"--page-size": 16},
+    "narrow-page-8": FINE,
+    "one-bit": ONE_BIT,
+    "one-bit-page-8": ONE_BIT | {"--page-size": 8},
+    "one-bit-narrow-page-8": ONE_BIT | FINE,
+    "max-narrow-page-8": MAX | FINE,
 }
-ONE_BIT, MAX = ("--freekv-digest", "one-bit"), ("--freekv-pooling", "max")
 
 
 def systems_of(taus: list[float]) -> dict[str, dict]:
     """What each system adds to the flags that all have, by the name of its results; stock SGLang is dense attention."""
     retrieval = {name: {"--kv-retrieval": name} for name in POLICIES}
     ablations = {"freekv-min-max": {"--freekv-digest": "min-max"}, "freekv-no-correction": {"--freekv-tau": NEVER}}
-    for name, tokens in PAGES.items():
-        flags = {flag: value for flag, value in zip(EDGES, tokens, strict=True) if value is not None}
-        ablations[f"freekv-{name}"] = flags | {flag: value for flag, value in (ONE_BIT, MAX) if name.startswith(value)}
+    ablations |= {f"freekv-{name}": flags for name, flags in SELECTIONS.items()}
     ablations |= {f"freekv-tau-{tau:.2f}": {"--freekv-tau": tau} for tau in taus}
     return {DENSE: {}} | retrieval | {name: retrieval["freekv"] | flags for name, flags in ablations.items()}
 

@@ -68,7 +68,8 @@ def servers(tmp_path, monkeypatch):
 
 def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatch, capsys):
     status, results, started = servers("--taus", "0.7", "0.8")
-    sparse = ["freekv", "another", "freekv-min-max", "freekv-no-correction", "freekv-tau-0.70", *(f"freekv-{name}" for name in serve.PAGES)]
+    sparse = ["freekv", "another", "freekv-min-max", "freekv-no-correction", "freekv-tau-0.70"]
+    sparse += [f"freekv-{name}" for name in serve.SELECTIONS]
     names = ["all/full", *(f"{budget}/{name}" for name in sparse for budget in (160, 192))]
     assert sorted(results) == sorted(f"{task}/360/{name}" for name in names for task in ("magic-number", "code-word"))
     assert status == 1 and "does not start" in capsys.readouterr().out and len(started) == len(names)
@@ -90,7 +91,7 @@ def test_every_system_is_asked_the_offline_prompts(servers, tmp_path, monkeypatc
 def test_a_server_is_started_for_what_is_not_there(servers):
     servers("--taus", "0.7", "--only", "*/full", "code-word/*")
     _, _, started = servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*")
-    freekv = 4 + len(serve.PAGES)  # plain, min-max, without correction, and one tau
+    freekv = 4 + len(serve.SELECTIONS)  # plain, min-max, without correction, and one tau
     assert [server.flags.get("--freekv-budget") for server in started] == [160] * freekv
     assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == freekv + 1
 

@@ -20,7 +20,7 @@ def name_of(info: dict) -> str:
     if built is None:
         return "stock"
     settings = [built[name] for name in ("method", "budget_tokens", "sink_tokens", "window_tokens", "tau", "digest")]
-    if built["pooling"] != POOLINGS[built["method"]]:
+    if built.get("pooling", usual := POOLINGS[built["method"]]) != usual:  # servers before f0f8eeb do not tell it
         settings.append(built["pooling"])
     if built["page_size"] != PAPER_PAGE:
         settings.append(f"page-{built['page_size']}")
