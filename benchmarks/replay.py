@@ -30,7 +30,7 @@ from sglang_freekv import retrieval
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Boxes, Digests, digests_of
 from sglang_freekv.kernels import CORRECTED, Misses
-from sglang_freekv.policy import POLICIES, FreeKV
+from sglang_freekv.policy import POLICIES, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Replay(FreeKV):
+class Replay(Policy):
     """FreeKV whose decisions are overwritten while ``controls`` has a load."""
 
     controls: Controls

@@ -18,7 +18,7 @@ from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import Misses
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
-from sglang_freekv.policy import RetrievalPolicy
+from sglang_freekv.policy import Policy
 
 NOW, AHEAD = range(2)  # what corrections do, and what runs beside the computation: each counts for itself
 CORRECTING_PROGRAMS = 64  # of a recall that the computation waits for: the larger share of the link
@@ -72,7 +72,7 @@ class Retrieval:
     def __init__(
         self,
         config: FreeKVConfig,
-        policy: RetrievalPolicy,
+        policy: Policy,
         store: Store,
         selection: TransferStream,
         transfers: TransferStream,

@@ -16,7 +16,7 @@ from engine import Engine
 
 from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
-from sglang_freekv.digests import Boxes, digests_of
+from sglang_freekv.digests import Boxes
 from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
 from sglang_freekv.memory_pool.transfer import InlineStream
 
@@ -78,7 +78,7 @@ def test_an_engine_does_what_the_load_says(controls):
 
 def test_without_a_load_it_is_freekv(controls):
     replayed = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
-    with mock.patch.dict(policy.POLICIES, freekv=lambda config: policy.FreeKV(digests_of(config), config.pooling, config.tau)):
+    with mock.patch.dict(policy.POLICIES, freekv=policy.policy_of):
         plain = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
     assert isinstance(replayed.retrieval.policy, Replay) and not isinstance(plain.retrieval.policy, Replay)
     assert torch.equal(replayed.run(12), plain.run(12))

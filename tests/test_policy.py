@@ -23,7 +23,7 @@ def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
     for name, (tau, digest, pooling) in METHODS.items():
         config = FreeKVConfig(name)
         policy = POLICIES[name](config)
-        assert getattr(policy, "tau", None) == config.tau == tau and policy.pooling == config.pooling == pooling
+        assert config.tau == tau and policy.tau == (math.inf if tau is None else tau) and policy.pooling == config.pooling == pooling
         assert policy.digests.budget == config.pages and policy.digests.page_size == config.page_size
         assert policy.digests.box == config.digest == digest
         assert all(POLICIES[name](FreeKVConfig(name, digest=box)).digests.box == box for box in get_args(Box))
