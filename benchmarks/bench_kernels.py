@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--host-gib", type=float, default=2, help="pinned host pool")
     parser.add_argument("--minutes", type=float, default=9, help="when to stop, with what is measured by then")
     options = parser.parse_args()
+    give_up = seconds_since_start() + options.minutes * 60
     device, wanted, report = options.device, chosen(options), Report("bench_kernels", options.out)
     on_gpu = device == "cuda"
     ceilings = Ceilings.measure(device, GIB if on_gpu else GIB // 64)
@@ -50,7 +51,7 @@ def main() -> int:
         inputs = None
         for name in names:
             with report.part(f"{case.name}/{name}", quiet=True):
-                if seconds_since_start() > options.minutes * 60:
+                if seconds_since_start() > give_up:
                     raise TimeoutError(f"not begun after {options.minutes:g} minutes; run it with --only")
                 inputs = inputs or Inputs(case, device, host)
                 report.add(f"{case.name}/{name}", measure(KERNELS[name](inputs), device, ceilings) | {"case": vars(case)})

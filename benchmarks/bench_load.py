@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
 import runpy
 import shlex
 import signal
@@ -172,14 +171,26 @@ def expect_answers(line: dict, command: list[str]) -> None:
 
 
 def measure(client: Client, server: BenchServer, part: str) -> dict:
-    """A part on an empty tree; RuntimeError if a request failed, or something is held when all is done."""
+    """A part on an empty tree; raises as :func:`measure_on`."""
     server.flush()
-    before, log_begins = (server.state() or {}).get("totals"), len(server.log.read_text(errors="replace"))
-    line = client.run(server, part)
-    result = {name: line[name] for name in ("command", *FIGURES, *LATENCIES, *DETAILS)}
+    return measure_on(client, server, part)
+
+
+def measure_on(client: Client, server: BenchServer, part: str, more: dict | None = None, details: tuple[str, ...] = DETAILS) -> dict:
+    """A part on what the tree has, which is emptied behind it.
+
+    Args:
+        more: flags of bench_serving beyond the part's.
+        details: what to keep of each request.
+
+    Raises:
+        RuntimeError: a request failed, or something is held when all is done.
+    """
+    before, log_begins = (server.state() or {}).get("totals"), len(server.logged())
+    line = client.run(server, part, more)
+    result = {name: line[name] for name in ("command", *FIGURES, *LATENCIES, *details)}
     result["hit_rate"] = sum(line["cached_tokens"]) / sum(line["input_lens"])
-    retracted = re.findall(r"#retracted_reqs: (\d+)", server.log.read_text(errors="replace")[log_begins:])
-    result["retractions"] = sum(map(int, retracted))
+    result["retractions"] = server.retractions(log_begins)
     server.flush()
     time.sleep(1)
     if (state := server.state()) is not None:

@@ -10,35 +10,14 @@ from pathlib import Path
 
 import bench_decode
 import bench_prefill
-from report import Report, arguments, chosen, say, seconds_since_start
-from servers import BenchServer, running
+from clock import Clock
+from report import Report, arguments, chosen
+from servers import BenchServer, keep_log, running
 from setups import SHAPES, SYSTEMS, Setup
 
 CONTEXTS = (32768, 131072)
 PARTS = (*(f"prefill-{bench_prefill.name_of(context)}" for context in CONTEXTS), *(f"decode-{case.name}" for case in bench_decode.CASES))
 DRY_RUN = Setup(shape="needle", device="cpu", scale=16, budget=512)
-
-
-class OutOfTime(RuntimeError):
-    """The time that the run was given does not reach for this part."""
-
-
-class Clock:
-    """Deadlines of the parts of a run that ends after ``minutes``.
-
-    Args:
-        part_s: most seconds for one request of a part.
-    """
-
-    def __init__(self, minutes: float, part_s: float) -> None:
-        self.end_s, self.part_s = minutes * 60, part_s
-
-    def left(self, least_s: float = 10) -> float:
-        """Seconds that the next step may take; raises OutOfTime if they are fewer than ``least_s``."""
-        left = self.end_s - seconds_since_start()
-        if left < least_s:
-            raise OutOfTime(f"{max(0, left):.0f} s are left of {self.end_s:.0f}; run the rest with --systems, --only and --skip")
-        return min(left, self.part_s)
 
 
 def run_parts(server: BenchServer, wanted, clock: Clock, prefill: Report, decode: Report, settings: dict) -> None:
@@ -101,16 +80,9 @@ def main(description: str = __doc__, only: list[str] | None = None) -> int:
             with decode.part(f"server {system}"):
                 with running(setup, system, Path(scratch), min(300, clock.left(60))) as server:
                     run_parts(server, chosen(options), clock, prefill, decode, settings)
-            _keep_log(Path(scratch) / f"{system}.log", options.out)
+            keep_log(Path(scratch) / f"{system}.log", options.out)
     prefill.finish()
     return decode.finish(bench_prefill.ratios(prefill.results), bench_decode.ratios(decode.results)) or bool(prefill.failures)
-
-
-def _keep_log(log: Path, out: Path) -> None:
-    """The end of a server's log beside the results."""
-    if log.exists():
-        (out / f"{log.stem}.log").write_text("\n".join(log.read_text(errors="replace").splitlines()[-400:]) + "\n")
-        say(f"the end of its log: {out / log.name}")
 
 
 if __name__ == "__main__":

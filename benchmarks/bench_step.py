@@ -9,8 +9,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
+from paper.decoder import Decoder, Shape
 from replay import Controls, drain, replayed
 from replay_load import Load
 from report import Report, arguments, chosen, say, summary, table
@@ -25,40 +25,11 @@ from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream
 from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
 
-HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 4096, 14336, 128256, 32
-QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SHAPE = Shape.of("llama-3.1-8b")
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = SHAPE.layers, SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_dim
 HOST_TOKENS = 1 << 17  # of each layer; the page tables draw from their pages
 GROWTH = 128  # tokens at most, by which a context grows while its steps are timed
 DTYPE, DEVICE = torch.bfloat16, "cuda"
-
-
-class Model:
-    """The matrices of Llama-3.1-8B, each layer its own: they come from memory, not from a cache."""
-
-    def __init__(self) -> None:
-        def matrix(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(rows, columns, dtype=DTYPE, device=DEVICE) * columns**-0.5
-
-        self.layers = [
-            {
-                "qkv": matrix((QUERY_HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
-                "o": matrix(HIDDEN, QUERY_HEADS * HEAD_DIM),
-                "up": matrix(2 * INTERMEDIATE, HIDDEN),
-                "down": matrix(HIDDEN, INTERMEDIATE),
-            }
-            for _ in range(LAYERS)
-        ]
-        self.head = matrix(VOCABULARY, HIDDEN)
-
-    def step(self, hidden: torch.Tensor, attention) -> torch.Tensor:
-        """Logits of one token each; ``attention(layer, q, k, v)``."""
-        for index, layer in enumerate(self.layers):
-            qkv = F.linear(F.rms_norm(hidden, (HIDDEN,)), layer["qkv"]).view(len(hidden), -1, HEAD_DIM)
-            q, k, v = qkv.split((QUERY_HEADS, KV_HEADS, KV_HEADS), 1)
-            hidden = hidden + F.linear(attention(index, q, k, v).flatten(1), layer["o"])
-            gate, up = F.linear(F.rms_norm(hidden, (HIDDEN,)), layer["up"]).chunk(2, -1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer["down"])
-        return F.linear(F.rms_norm(hidden, (HIDDEN,)), self.head)
 
 
 class Step:
@@ -72,7 +43,7 @@ class Step:
     """
 
     def __init__(
-        self, config: FreeKVConfig, model: Model, store: Store, controls: Controls, batch: int, context: int, longest: int, variant: dict
+        self, config: FreeKVConfig, model: Decoder, store: Store, controls: Controls, batch: int, context: int, longest: int, variant: dict
     ) -> None:
         pages, host_pages = longest // config.page_size + 1, HOST_TOKENS // config.page_size
         selection = CudaStream(DEVICE)
@@ -96,7 +67,7 @@ class Step:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
             kernels.seed_slots(logits, rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size)
         self.batch = DecodeBatch(rows, self.seq_lens, table)
-        self.hidden = torch.randn(batch, HIDDEN, dtype=DTYPE, device=DEVICE)
+        self.hidden = torch.randn(batch, SHAPE.hidden, dtype=DTYPE, device=DEVICE)
         scale = HEAD_DIM**-0.5
 
         def attend(layer: int, q, k, v) -> torch.Tensor:
@@ -177,7 +148,7 @@ def main() -> int:
     parser.add_argument("--digest", choices=DIGESTS, default=FreeKVConfig().digest)
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
-    model, config = Model(), FreeKVConfig(page_size=options.page_size, digest=options.digest)
+    model, config = Decoder(SHAPE, DTYPE, DEVICE), FreeKVConfig(page_size=options.page_size, digest=options.digest)
     usual = (options.page_size, options.digest) == (DEFAULT_PAGE_SIZE, FreeKVConfig().digest)
     suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)

@@ -10,7 +10,7 @@ import torch
 import bench_recall
 from kernel_inputs import DTYPE, Case, Inputs, check_plan, full_pages
 from sglang_freekv import kernels
-from sglang_freekv.digests import Signs
+from sglang_freekv.digests import TwoBit
 from sglang_freekv.kernels import reference
 
 TAU = 0.9
@@ -95,36 +95,36 @@ def score_pages(inputs: Inputs) -> Trial:
     return Trial(per_layer(inputs, lambda layer: run(kernels.score_pages, layer)), num_bytes, error=error)
 
 
-def score_signs(inputs: Inputs) -> Trial:
+def score_two_bit(inputs: Inputs) -> Trial:
     case, where = inputs.case, (inputs.rows, inputs.seq_lens, inputs.page_table, inputs.case.budget, inputs.case.page_size)
     units = inputs.layers[0].digests.shape[:2]
-    digests = [inputs.draw(*units, *_signs(case).shape(case.head_dim, DTYPE.itemsize)) for _ in inputs.layers]  # any bits will do
+    digests = [inputs.draw(*units, *_two_bit(case).shape(case.head_dim, DTYPE.itemsize)) for _ in inputs.layers]  # any bits will do
 
     def run(kernel, layer, digests):
         return kernel(layer.queries, digests, *where)
 
-    got, expected = (run(kernel, inputs.layers[0], digests[0]) for kernel in (kernels.score_signs, reference.score_signs))
+    got, expected = (run(kernel, inputs.layers[0], digests[0]) for kernel in (kernels.score_two_bit, reference.score_two_bit))
     read = _candidates(inputs)
     error = relative(got[read], expected[read])
-    assert error < 1e-3, f"relative error {error:.2g}"
+    assert error < 1e-2, f"relative error {error:.2g}"  # keys are made in the dtype
     num_bytes = _score_bytes(inputs, read, digests[0].shape[2])
-    return Trial([lambda args=args: run(kernels.score_signs, *args) for args in zip(inputs.layers, digests)], num_bytes, error=error)
+    return Trial([lambda args=args: run(kernels.score_two_bit, *args) for args in zip(inputs.layers, digests)], num_bytes, error=error)
 
 
-def digest_signs(inputs: Inputs) -> Trial:
+def digest_two_bit(inputs: Inputs) -> Trial:
     case, pages = inputs.case, full_pages(inputs, chunk=True)
-    shape = (*inputs.layers[0].digests.shape[:2], *_signs(case).shape(case.head_dim, DTYPE.itemsize))
+    shape = (*inputs.layers[0].digests.shape[:2], *_two_bit(case).shape(case.head_dim, DTYPE.itemsize))
     got, expected = (torch.zeros(shape, dtype=DTYPE, device=inputs.device) for _ in range(2))
     for module, digests in ((kernels, got), (reference, expected)):
-        module.digest_signs(pages[0].keys, pages[0].starts, pages[0].host_pages, digests, case.page_size)
+        module.digest_two_bit(pages[0].keys, pages[0].starts, pages[0].host_pages, digests, case.page_size)
     assert torch.equal(got.view(torch.int16), expected.view(torch.int16)), "not the reference's"
     units = len(pages[0].host_pages) * case.kv_heads
-    launches = [lambda p=p: kernels.digest_signs(p.keys, p.starts, p.host_pages, got, case.page_size) for p in pages]
+    launches = [lambda p=p: kernels.digest_two_bit(p.keys, p.starts, p.host_pages, got, case.page_size) for p in pages]
     return Trial(launches, units * (case.unit_bytes // 2 + shape[2] * DTYPE.itemsize))
 
 
-def _signs(case: Case) -> Signs:
-    return Signs(case.budget, case.page_size)
+def _two_bit(case: Case) -> TwoBit:
+    return TwoBit(case.budget, case.page_size)
 
 
 def _candidates(inputs: Inputs) -> torch.Tensor:
@@ -291,7 +291,7 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "append_tokens": append_tokens,
     "needs_correction": needs_correction,
     "score_pages": score_pages,
-    "score_signs": score_signs,
+    "score_two_bit": score_two_bit,
     "plan_pages-correction": lambda inputs: plan_pages(inputs, ahead=False),
     "plan_pages-ahead": lambda inputs: plan_pages(inputs, ahead=True),
     "attend_pages": lambda inputs: attend_pages(inputs, in_two=False),
@@ -299,7 +299,7 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "recall_pages": recall_pages,
     "digest_pages-decode": lambda inputs: digest_pages(inputs, chunk=False),
     "digest_pages-chunk": lambda inputs: digest_pages(inputs, chunk=True),
-    "digest_signs-chunk": digest_signs,
+    "digest_two_bit-chunk": digest_two_bit,
     "offload_pages-decode": lambda inputs: offload_pages(inputs, chunk=False),
     "offload_pages-chunk": lambda inputs: offload_pages(inputs, chunk=True),
     "stage_pages": stage_pages,

@@ -45,7 +45,8 @@ def _command() -> str:
     words = list(sys.argv[1:])
     if "--out" in words:
         del words[words.index("--out") : words.index("--out") + 2]
-    return " ".join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    script = Path(sys.argv[0]).resolve()
+    return " ".join(["python3", str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name), *words])
 
 
 def _output(*command: str) -> str | None:
@@ -145,6 +146,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
         "  ".join(text.ljust(width) if index == 0 else text.rjust(width) for index, (text, width) in enumerate(zip(row, widths)))
         for row in cells
     )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> str:
+    """A table of which the first column is text; None is a dash."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
 def _cell(value) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -126,10 +127,25 @@ class BenchServer(Server):
         command = str(self).replace(f"{self.control.parent}/", "").replace(f"{ROOT}/", "")
         return {"command": command, "freekv": info.get("freekv"), "max_total_num_tokens": info.get("max_total_num_tokens")}
 
+    def logged(self) -> str:
+        """All of its log so far."""
+        return self.log.read_text(errors="replace")
+
+    def retractions(self, begins: int = 0) -> int:
+        """Requests that it retracted, by what its log has from the character ``begins`` on."""
+        return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self.logged()[begins:])))
+
     def fault(self) -> str | None:
         """What its log tells that went wrong."""
-        log = self.log.read_text(errors="replace")
+        log = self.logged()
         return self.tail() if "Traceback (most recent call last)" in log or "memory leak" in log.lower() else None
+
+
+def keep_log(log: Path, out: Path) -> None:
+    """The end of a server's log beside the results."""
+    if log.exists():
+        (out / f"{log.stem}.log").write_text("\n".join(log.read_text(errors="replace").splitlines()[-400:]) + "\n")
+        say(f"the end of its log: {out / log.name}")
 
 
 def random_prompt(setup: Setup, tokens: int, seed: int) -> list[int]:

@@ -26,6 +26,7 @@ class Setup:
         budget, page_size: of FreeKV, in tokens.
         context_length: SGLang's; page tables are as wide.
         host_memory: GiB of FreeKV's host pool.
+        max_running: requests that run at once at most, and the largest batch of the decode graphs.
         extra_stock, extra_freekv: more flags, as typed.
         needle_model: its directory.
     """
@@ -37,14 +38,18 @@ class Setup:
     page_size: int = 32
     context_length: int = 140_000
     host_memory: float = 75
+    max_running: int = 16
     extra_stock: tuple[str, ...] = ()
     extra_freekv: tuple[str, ...] = ()
     needle_model: Path = NEEDLE_MODEL
 
     @property
+    def config_path(self) -> Path:
+        return self.needle_model / "config.json" if self.shape == "needle" else HERE / "shapes" / f"{self.shape}.json"
+
+    @property
     def config(self) -> dict:
-        path = self.needle_model / "config.json" if self.shape == "needle" else HERE / "shapes" / f"{self.shape}.json"
-        return json.loads(path.read_text())
+        return json.loads(self.config_path.read_text())
 
     @property
     def edge_pages(self) -> int:
@@ -62,7 +67,7 @@ class Setup:
             "--device": self.device,
             "--random-seed": 0,
             "--page-size": self.page_size,
-            "--max-running-requests": 16,
+            "--max-running-requests": self.max_running,
             "--chunked-prefill-size": 8192 // self.scale,
             "--context-length": self.context_length // self.scale,
         }
@@ -70,13 +75,13 @@ class Setup:
             flags |= {"--model-path": self.needle_model}
         else:
             directory.mkdir(parents=True, exist_ok=True)
-            shutil.copy(HERE / "shapes" / f"{self.shape}.json", directory / "config.json")
+            shutil.copy(self.config_path, directory / "config.json")
             flags |= {"--model-path": directory, "--load-format": "dummy", "--skip-tokenizer-init": True}
         if self.device == "cpu":
             flags |= {"--dtype": "float32", "--max-total-tokens": 65536, "--sleep-on-idle": True}
         else:
             flags |= {"--dtype": "bfloat16", "--sampling-backend": "pytorch"}
-            flags |= {"--mem-fraction-static": 0.8, "--cuda-graph-max-bs-decode": 16}
+            flags |= {"--mem-fraction-static": 0.8, "--cuda-graph-max-bs-decode": self.max_running}
         if system == "stock" and self.device == "cpu":  # its allocator of larger pages is a Triton kernel
             return flags | {"--attention-backend": "torch_native", "--page-size": 1}
         if system == "stock":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +85,15 @@ class Ceilings:
     to_host: float
 
     @classmethod
-    def measure(cls, device: str, num_bytes: int = GIB) -> Ceilings:
+    def measure_apart(cls, device: str) -> Ceilings:
+        """In a process of its own, which leaves nothing on the device."""
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+            return apart.submit(cls.measure, device).result()
+
+    @classmethod
+    def measure(cls, device: str, num_bytes: int | None = None) -> Ceilings:
         on_gpu = device == "cuda"
+        num_bytes = num_bytes or (GIB if on_gpu else GIB >> 6)
         host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu).fill_(1)
         ours, other = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 

@@ -7,20 +7,20 @@ if __name__ == "kernels":  # the checkout root is on sys.path, and someone asks 
 else:
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.misses import Misses
-    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box, Pooling, sign_word
+    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box, Pooling
 
     append_tokens = by_device("append", "append_tokens")
     attend_pages = by_device("attend", "attend_pages")
     checksum_pages = by_device("checksum", "checksum_pages")
     digest_pages = by_device("digest", "digest_pages")
-    digest_signs = by_device("signs", "digest_signs")
+    digest_two_bit = by_device("two_bit", "digest_two_bit")
     fill_pages = by_device("fill", "fill_pages")
     needs_correction = by_device("correction", "needs_correction")
     offload_pages = by_device("offload", "offload_pages")
     plan_pages = by_device("plan", "plan_pages")
     recall_pages = by_device("recall", "recall_pages")
     score_pages = by_device("score", "score_pages")
-    score_signs = by_device("signs", "score_signs")
+    score_two_bit = by_device("two_bit", "score_two_bit")
     seed_slots = by_device("seed", "seed_slots")
     snapshot_pages = by_device("page_table", "snapshot_pages")
     stage_pages = by_device("stage", "stage_pages")
@@ -37,16 +37,15 @@ else:
         "attend_pages",
         "checksum_pages",
         "digest_pages",
-        "digest_signs",
+        "digest_two_bit",
         "fill_pages",
         "needs_correction",
         "offload_pages",
         "plan_pages",
         "recall_pages",
         "score_pages",
-        "score_signs",
+        "score_two_bit",
         "seed_slots",
-        "sign_word",
         "snapshot_pages",
         "stage_pages",
         "verify_units",

@@ -57,8 +57,8 @@ def _digest_kernel(
     o_rows = i_head * stride_head + (i_start + o_s[:, None]) * stride_token + o_d[None, :]
     m_s = o_s[:, None] < S
     b_keys = tl.load(p_keys + o_rows, mask=m_s & (o_d[None, :] < D), other=0).to(tl.float32)
-    b_max = tl.reduce(tl.where(m_s, b_keys, float("-inf")), 0, _larger)
-    b_min = tl.reduce(tl.where(m_s, b_keys, float("inf")), 0, _smaller)
+    b_max = tl.reduce(tl.where(m_s, b_keys, float("-inf")), 0, larger)
+    b_min = tl.reduce(tl.where(m_s, b_keys, float("inf")), 0, smaller)
     if BOX == "cuboid-mean":
         b_centre = (b_max.to(tl.float64) + b_min.to(tl.float64)) / 2
         b_radius = tl.sum(tl.where(m_s, tl.abs(b_keys.to(tl.float64) - b_centre[None, :]), 0.0), 0) / S
@@ -69,10 +69,10 @@ def _digest_kernel(
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _smaller(a, b):
+def smaller(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from sglang_freekv.config import PageBudget
+from sglang_freekv.config import WORD_TOKENS, PageBudget
 from sglang_freekv.kernels.misses import Misses
 
 HITS, RECALLED, CORRECTED = range(3)
@@ -51,30 +51,27 @@ def digest_pages(
     digests[host_pages[chosen]] = torch.stack((upper, lower), dim=2).to(digests.dtype)
 
 
-def sign_word(page_size: int) -> torch.dtype:
-    """The integer that has a bit for every token of a page: of at most 32."""
-    return torch.int8 if page_size <= 8 else torch.int16 if page_size <= 16 else torch.int32
+def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
+    """Summarise full pages by two bits for each dimension of each key: which of four levels is nearest, of equal ones the lower.
 
-
-def digest_signs(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
-    """Summarise full pages by one bit for each dimension of each key.
-
-    A key is taken to be at the upper corner where it is not below the mean of the page's keys, and else at the lower; the corners are
-    as far from the mean as the keys are in the mean. KIVI (Liu et al., ICML 2024) quantises keys so, per dimension, to two bits.
+    The levels go from the smallest to the largest of the page's keys in equal steps: KIVI (Liu et al., ICML 2024) quantises keys so,
+    per dimension. A dimension with a number that is not finite has codes of 0, and its page a score that is none.
 
     Args:
-        keys, starts, host_pages: as of :func:`digest_pages`.
-        digests: ``[n_page, H, E]`` the two corners in the dtype of the keys, then D integers of ``sign_word(page_size)``: bit s of
-            integer d is that of token s; written in place.
+        keys, starts, host_pages: as of :func:`digest_pages`; D is even.
+        digests: ``[n_page, H, E]`` the "min-max" box in the dtype of the keys, then ``[S / WORD_TOKENS, D / 2]`` words of 32 bits: bits 2 t
+            and 2 t + 1 of word (w, d) are the code of token WORD_TOKENS * w + t in dimension d, and those 16 higher in dimension d + D / 2;
+            written in place.
     """
     chosen = (host_pages >= 0).nonzero().squeeze(1)
-    pages = _gather_pages(keys, starts[chosen], page_size).double()
-    centre = pages.sum(2) / page_size
-    radius = (pages - centre[:, :, None]).abs().sum(2) / page_size
-    above = (pages >= centre[:, :, None]).long()
-    words = (above << torch.arange(page_size, device=keys.device)[:, None]).sum(2).to(sign_word(page_size))
-    corners = torch.cat((centre + radius, centre - radius), dim=2).to(digests.dtype)
-    digests[host_pages[chosen]] = torch.cat((corners, words.view(digests.dtype)), dim=2)
+    pages = _gather_pages(keys, starts[chosen], page_size).float()
+    upper, lower = pages.amax(2), pages.amin(2)
+    above, span = 6 * (pages - lower[:, :, None]), (upper - lower)[:, :, None]
+    codes = sum((above > odd * span).long() for odd in (1, 3, 5))  # [N, H, S, D]
+    codes = codes.unflatten(3, (2, -1)).unflatten(2, (-1, WORD_TOKENS)) << _code_bits(keys.device)
+    words = codes.sum((3, 4)).to(torch.int32).flatten(2)
+    box = torch.cat((upper, lower), dim=2).to(digests.dtype)
+    digests[host_pages[chosen]] = torch.cat((box, words.view(digests.dtype)), dim=2)
 
 
 def offload_pages(
@@ -311,7 +308,7 @@ def score_pages(
     return (bound / head_dim**0.5).flatten(1, 2)
 
 
-def score_signs(
+def score_two_bit(
     queries: torch.Tensor,
     digests: torch.Tensor,
     rows: torch.Tensor,
@@ -320,18 +317,23 @@ def score_signs(
     budget: PageBudget,
     page_size: int,
 ) -> torch.Tensor:
-    """As :func:`score_pages`, by the ``digests [n_page, H, E]`` of :func:`digest_signs`: the logarithm of the sum of the exponentials of
-    ``q . k / sqrt(D)`` over the tokens of a page."""
+    """As :func:`score_pages`, by the ``digests [n_page, H, E]`` of :func:`digest_two_bit`: the logarithm of the sum of the exponentials
+    of ``q . k / sqrt(D)`` over the tokens of a page."""
     num_kv_heads, head_dim = digests.shape[1], queries.shape[2]
     logits = torch.empty(*queries.shape[:2], page_table.shape[1], device=queries.device)
     for q, pages, into in zip(queries.float().unflatten(1, (num_kv_heads, -1)), page_table, logits):  # the keys of one request at a time
         units = digests[pages.clamp(min=0).long()]  # [P, H, E]
-        upper, lower = units[..., : 2 * head_dim].float().unflatten(-1, (2, head_dim)).unbind(2)
-        words = units[..., 2 * head_dim :].contiguous().view(sign_word(page_size))
-        above = (words[:, :, None] >> torch.arange(page_size, dtype=words.dtype, device=words.device)[:, None]) & 1
-        keys = torch.where(above.bool(), upper[:, :, None], lower[:, :, None])
+        upper, lower = units[..., : 2 * head_dim].float().unflatten(-1, (2, 1, head_dim)).unbind(2)
+        words = units[..., 2 * head_dim :].contiguous().view(torch.int32).unflatten(2, (page_size // WORD_TOKENS, 1, 1, -1))
+        codes = (words >> _code_bits(words.device)) & 3
+        keys = lower + codes.flatten(4).flatten(2, 3) * ((upper - lower) / 3)  # [P, H, S, D]
         into[:] = (torch.einsum("hgd,phsd->hgps", q, keys) / head_dim**0.5).logsumexp(-1).flatten(0, 1)
     return logits
+
+
+def _code_bits(device: torch.device) -> torch.Tensor:
+    """``[WORD_TOKENS, 2, 1]`` where in a word the codes of its tokens are, in the lower and in the upper half of the dimensions."""
+    return 2 * torch.arange(2 * WORD_TOKENS, device=device).view(2, WORD_TOKENS, 1).transpose(0, 1)
 
 
 def select_pages(

@@ -23,7 +23,8 @@ from sglang_freekv.launch.machine import Machine
 from sglang_freekv.launch.model import Model, quiet
 from sglang_freekv.launch.plan import Plan
 
-NEEDS_MODEL = ("context_length", "freekv_budget", "page_size", "dtype", "link_gb_per_s")
+TYPED = ("freekv_sink", "freekv_window", "freekv_digest", "dtype")  # the suggested command has them if they were typed
+NUMBERS = ("context_length", "freekv_budget", "page_size", "link_gb_per_s")
 LINK = "link to the device"
 
 
@@ -39,6 +40,9 @@ def make_parser() -> Parser:
     asked.add_argument("--context-length", type=int, metavar="TOKENS", help="longest request (default: the model's longest)")
     asked.add_argument("--freekv-budget", type=int, metavar="TOKENS", help="as the server's")
     asked.add_argument("--page-size", type=int, metavar="TOKENS", help="as the server's")
+    asked.add_argument("--freekv-sink", type=int, metavar="TOKENS", help="as the server's")
+    asked.add_argument("--freekv-window", type=int, metavar="TOKENS", help="as the server's")
+    asked.add_argument("--freekv-digest", help="as the server's")
     asked.add_argument("--dtype", help="as the server's")
     asked.add_argument("--link-gb-per-s", type=float, metavar="GB", help="rate of the link to the device (default: what is measured here)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
@@ -56,7 +60,8 @@ def plan_of(options: argparse.Namespace, machine: Machine) -> Plan | Finding:
         print("importing SGLang, which takes some seconds", file=sys.stderr, flush=True)
     with quiet():
         from sglang_freekv.scheduler_patch import arguments
-    asked = arguments.Options(kv_retrieval="freekv", freekv_budget=options.freekv_budget)
+    flags = {name: value for name, value in vars(options).items() if name.startswith("freekv_")}
+    asked = arguments.Options(kv_retrieval="freekv", **flags)
     config = arguments.config_from(asked, options.page_size or DEFAULT_PAGE_SIZE)
     context_len = model.max_context if options.context_length is None else options.context_length
     try:
@@ -73,17 +78,21 @@ def plan_of(options: argparse.Namespace, machine: Machine) -> Plan | Finding:
             f"use --context-length {config.budget_tokens} or more, or a lower --freekv-budget"
         )
     model.kv_shape(config), model.weight_bytes  # a key that they miss is told before the first line
-    return Plan(model, machine, config, context_len, options.dtype)
+    typed = {flag_of(name): value for name in TYPED if (value := getattr(options, name)) is not None}
+    return Plan(model, machine, config, context_len, typed)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises Refusal for options that mean nothing."""
-    for name in NEEDS_MODEL:
-        value = getattr(options, name)
-        flag = "--" + name.replace("_", "-")
+    for name in (*NUMBERS, *TYPED):
+        value, flag = getattr(options, name), flag_of(name)
         if value is not None and options.model_path is None:
             raise Refusal(f"{flag} {value}: expected --model-path beside it, found none; add that, or leave it out")
-        if isinstance(value, int | float) and not 0 < value < inf:
+        if value is not None and name in NUMBERS and not 0 < value < inf:
             raise Refusal(f"{flag} {value:g}: expected a number above 0; use one, or leave it out")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import floor
 
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig
@@ -26,14 +26,14 @@ class Plan:
         model, machine: what it serves, and where.
         config: settings of KV retrieval.
         context_len: tokens of the longest request.
-        dtype: as typed; None where it was not.
+        typed: further flags for the suggested command.
     """
 
     model: Model
     machine: Machine
     config: FreeKVConfig
     context_len: int
-    dtype: str | None = None
+    typed: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def host_gib(self) -> float:
@@ -159,7 +159,7 @@ class Plan:
             "--max-running-requests": self.requests(context),
         }
         flags |= {"--page-size": self.config.page_size} if self.config.page_size != DEFAULT_PAGE_SIZE else {}
-        flags |= {"--dtype": self.dtype} if self.dtype else {}
+        flags |= self.typed
         flags |= {"--mem-fraction-static": STATIC_SHARE["cuda"]} if self.machine.gpu.present else {"--device": "cpu"}
         words = [str(word) for flag in flags.items() for word in flag]
         return Finding("command", shlex.join(["python", "-m", "sglang.launch_server", *words]), figures={"flags": words})

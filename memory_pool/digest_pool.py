@@ -34,13 +34,14 @@ class DigestPool:
         """
         for index, (digests, pages) in enumerate(zip(self.layers, host.layers)):
             keys = pages[host_pages.cpu(), :, 0].to(digests.device).transpose(1, 2)  # [N, S, H, D]
-            num_pages, page_size, num_heads, _ = keys.shape
+            num_pages, page_size, num_heads, head_dim = keys.shape
             order = torch.arange(num_pages, device=digests.device)
             expected = torch.empty_like(digests[:num_pages])
             policy.digests.write(keys.flatten(0, 1), (order * page_size)[:, None].expand(-1, num_heads), order, expected)
-            found = digests[host_pages]
+            found, expected = (each.flatten(2) for each in (digests[host_pages], expected))
             bits = INTEGERS[found.element_size()]
-            wrong = ((found.view(bits) != expected.view(bits)) & ~(found.isnan() & expected.isnan())).flatten(1).any(1)
+            corner = torch.arange(found.shape[2], device=found.device) < 2 * head_dim  # what follows are no numbers
+            wrong = ((found.view(bits) != expected.view(bits)) & ~(corner & found.isnan() & expected.isnan())).flatten(1).any(1)
             if wrong.any():
                 bad = host_pages[wrong].tolist()
                 raise RuntimeError(

@@ -74,8 +74,8 @@ FLAGS = {
         "choices": DIGESTS,
         "help": "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max, of the FreeKV and "
         "Quest papers, is a box that holds the keys of the page; cuboid-mean one that is as wide as keys are from its centre in the mean, "
-        "and finds more; one-bit has a bit for each dimension of each key besides, and finds single tokens, with --page-size 8 best. It "
-        "takes more device memory, and more of each step.",
+        "and finds more; two-bit is that of min-max with two bits for each dimension of each key besides, and finds single tokens, with "
+        "--page-size 8 best. It takes more device memory, and more of each step.",
     },
     "freekv_pooling": {
         "choices": POOLINGS,

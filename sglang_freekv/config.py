@@ -8,8 +8,8 @@ from typing import NamedTuple
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
-DIGESTS = ("cuboid-mean", "min-max", "one-bit")
-MOST_SIGNS = 32  # tokens of a page that has a bit for each
+DIGESTS = ("cuboid-mean", "min-max", "two-bit")
+WORD_TOKENS = 8  # whose codes share a word in a two-bit digest
 POOLINGS = ("softmax-mean", "mean", "max")
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
@@ -133,10 +133,10 @@ class FreeKVConfig:
         for name, allowed in choices.items():
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
-        if self.digest == "one-bit" and self.page_size > MOST_SIGNS:
+        if self.digest == "two-bit" and self.page_size % WORD_TOKENS:
             raise Refusal(
-                f"--freekv-digest one-bit: expected pages of at most {MOST_SIGNS} tokens, but --page-size is {self.page_size}; "
-                "use --page-size 8, or --freekv-digest cuboid-mean"
+                f"--freekv-digest two-bit: expected pages of a multiple of {WORD_TOKENS} tokens, but --page-size is {self.page_size}; "
+                f"use --page-size {WORD_TOKENS}, or --freekv-digest cuboid-mean"
             )
         if self.tau is None:
             object.__setattr__(self, "tau", METHODS[self.method].tau)

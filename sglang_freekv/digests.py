@@ -51,9 +51,9 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Every key of a page to one bit a dimension: which of two corners it is at. The page's score is the logarithm of the sum of
-    its keys' exponentials, so that a softmax over pages is the softmax over tokens, of keys so approximated.
+class TwoBit:
+    """The box that holds the keys of a page, and each key in two bits a dimension inside it. The page's score is the logarithm of the
+    sum of its keys' exponentials, so that a softmax over pages is the softmax over tokens, of keys so approximated.
 
     Args:
         budget, page_size: as of ``Boxes``.
@@ -63,23 +63,21 @@ class Signs:
     page_size: int
 
     def shape(self, head_dim: int, element_bytes: int) -> tuple[int, ...]:
-        """Raises Refusal if the bits do not fill whole elements."""
-        words = head_dim * kernels.sign_word(self.page_size).itemsize
-        if words % element_bytes:
+        """Raises Refusal for an odd number of dimensions, of which two share a word."""
+        if head_dim % 2:
             raise Refusal(
-                f"--freekv-digest one-bit: expected a head_dim whose bits, {self.page_size} a dimension, fill whole numbers of "
-                f"{element_bytes} bytes, but the model's is {head_dim}; use --freekv-digest cuboid-mean"
+                f"--freekv-digest two-bit: expected an even head_dim, but the model's is {head_dim}; use --freekv-digest cuboid-mean"
             )
-        return (2 * head_dim + words // element_bytes,)
+        return (2 * head_dim + head_dim * self.page_size // 4 // element_bytes,)
 
     def write(self, keys, starts, host_pages, digests) -> None:
-        kernels.digest_signs(keys, starts, host_pages, digests, self.page_size)
+        kernels.digest_two_bit(keys, starts, host_pages, digests, self.page_size)
 
     def score(self, queries, digests, batch) -> torch.Tensor:
-        return kernels.score_signs(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
+        return kernels.score_two_bit(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
 
 
 def digests_of(config: FreeKVConfig) -> Digests:
-    if config.digest == "one-bit":
-        return Signs(config.pages, config.page_size)
+    if config.digest == "two-bit":
+        return TwoBit(config.pages, config.page_size)
     return Boxes(config.pages, config.page_size, config.digest)

@@ -57,13 +57,15 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
     keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
     q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
     upper, lower = keys.amax(1), keys.amin(1)
-    centre = keys.mean(1) if config.digest == "one-bit" else (upper + lower) / 2
-    if config.digest != "min-max":
+    if config.digest == "cuboid-mean":
+        centre = (upper + lower) / 2
         radius = (keys - centre[:, None]).abs().mean(1)
         upper, lower = centre + radius, centre - radius
-    if config.digest == "one-bit":
-        corners = torch.where(keys >= centre[:, None], upper[:, None], lower[:, None])  # [candidates, S, D]
-        scores = (q[..., None, :] * corners).sum(-1).div(DIM**0.5).logsumexp(-1)
+    if config.digest == "two-bit":
+        levels = torch.stack([lower + level * (upper - lower) / 3 for level in range(4)], -1)[:, None]  # [candidates, 1, D, 4]
+        nearest = (levels - keys[..., None]).abs().argmin(-1, keepdim=True)
+        moved = levels.expand(-1, size, -1, -1).gather(-1, nearest).squeeze(-1)  # [candidates, S, D]
+        scores = (q[..., None, :] * moved).sum(-1).div(DIM**0.5).logsumexp(-1)
     else:
         scores = torch.maximum(q * upper, q * lower).sum(-1) / DIM**0.5
     pooled = {"softmax-mean": scores.softmax(-1).mean(0), "max": scores.amax(0), "mean": scores.mean(0)}[config.pooling]
@@ -166,10 +168,17 @@ CONFIGS = {
     "slack-min-max": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="min-max"
     ),
-    "one-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="one-bit"),
+    "two-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="two-bit"),
     "max-pooling": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), pooling="max"),
-    "one-bit-slack": FreeKVConfig(
-        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="one-bit"
+    "two-bit-slack": FreeKVConfig(
+        budget_tokens=80,
+        sink_tokens=16,
+        window_tokens=32,
+        page_size=16,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=112,
+        digest="two-bit",
     ),
     "copy-engine": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), recall="copy-engine"

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 
 @dataclass(frozen=True)
 class OracleSettings:
-    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "one-bit"."""
+    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "two-bit"."""
 
     budget: int
     sink: int
@@ -132,13 +132,14 @@ def digest(keys: torch.Tensor, page: int, kind: str) -> tuple[torch.Tensor, torc
     return upper.float(), lower.float()
 
 
-def one_bit(keys: torch.Tensor, page: int) -> torch.Tensor:
-    """Keys of full pages in one bit a dimension, the page's mean plus or minus the mean distance from it: [H, n, D] -> [H, P, page, D]."""
+def two_bit(keys: torch.Tensor, page: int) -> torch.Tensor:
+    """Keys of full pages moved, in each dimension, to the nearest of four levels between the page's smallest and its largest, the lower
+    of equally near ones: [H, n, D] -> [H, P, page, D]."""
     heads, n, dim = keys.shape
     paged = keys[:, : n // page * page].double().reshape(heads, n // page, page, dim)
-    centre = paged.mean(dim=2, keepdim=True)
-    distance = (paged - centre).abs().mean(dim=2, keepdim=True)
-    return torch.where(paged >= centre, centre + distance, centre - distance).float()
+    upper, lower = paged.amax(dim=2, keepdim=True), paged.amin(dim=2, keepdim=True)
+    level = ((paged - lower) / (upper - lower) * 3 - 0.5).ceil().nan_to_num(0.0)
+    return (lower + (upper - lower) * level / 3).float()
 
 
 def mass(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -158,8 +159,8 @@ def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSett
     Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored.
     """
     competing = candidates(n, settings)
-    if settings.digest == "one-bit":
-        scores = mass(query, one_bit(keys, settings.page)[:, competing])
+    if settings.digest == "two-bit":
+        scores = mass(query, two_bit(keys, settings.page)[:, competing])
     else:
         maxima, minima = digest(keys, settings.page, settings.digest)
         scores = score(query, maxima[:, competing], minima[:, competing])

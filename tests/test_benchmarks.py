@@ -166,7 +166,11 @@ def test_every_script_explains_itself(script, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "script, options, keys",
     [
-        ("bench_kernels", ["--only", "*/plan*", "*/offload*", "*signs*"], {"ceilings", "tiny/plan_pages-ahead", "tiny/digest_signs-chunk"}),
+        (
+            "bench_kernels",
+            ["--only", "*/plan*", "*/offload*", "*two_bit*"],
+            {"ceilings", "tiny/plan_pages-ahead", "tiny/digest_two_bit-chunk"},
+        ),
         (
             "bench_recall",
             ["--host-gib", "0.02", "--units", "16", "--only", "16KiB*/*-8", "8KiB/copy-engine"],

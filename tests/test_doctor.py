@@ -249,6 +249,15 @@ def test_llama_by_hand(make_machine, run):
     assert [name for name in shown if shown[name] not in found[name].value] == []
 
 
+def test_digests_are_sized_as_they_are_asked_for(make_machine, run):
+    flags = ("--page-size", 8, "--freekv-digest", "two-bit", "--freekv-sink", 16, "--freekv-window", 32, "--dtype", "bfloat16")
+    _, found, _ = run(make_machine(FakeGpu()), "--model-path", LLAMA, "--context-length", 32768, *flags)
+    assert found["digests"].figures["bytes"] == 32768 // 8 * 31 * 8 * (2 * 128 * 2 + 128 * 8 * 2 // 8)
+    assert "--page-size 8 --freekv-sink 16 --freekv-window 32 --freekv-digest two-bit --dtype bfloat16" in found["command"].value
+    code, _, told = run(make_machine(FakeGpu()), "--model-path", LLAMA, "--freekv-digest", "two-bit", "--page-size", 4)
+    assert code == 2 and "--freekv-digest two-bit: expected pages of a multiple of 8 tokens" in told
+
+
 @pytest.mark.parametrize("context, budget, page", [(163840, 2048, 32), (4000, 512, 16), (8192, 1024, 64)])
 def test_figures_are_those_of_sizing(make_machine, run, context, budget, page):
     flags = ("--context-length", context, "--freekv-budget", budget, "--page-size", page)

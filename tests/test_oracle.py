@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle  # noqa: E402
-from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, one_bit, pinned, score, select  # noqa: E402
+from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit  # noqa: E402
 
 NEEDLE_MODEL = Path(__file__).parents[1] / "benchmarks" / "needle" / "model"
 ALWAYS, SOMETIMES, NEVER = 1.5, 0.6, -1.5  # tau
@@ -72,11 +72,13 @@ def test_digest_covers_full_pages_and_score_bounds_them():
     assert score(query, maxima, minima).tolist() == [[[11 / 2, 4 / 2], [-1 / 2, 1 / 2]]]
     upper, lower = digest(keys, 4, "cuboid-mean")  # centre 1, -1.5, 2.5, 1; distance 1.25, 1.75, 1.75, 2
     assert upper.tolist() == [[[2.25, 0.25, 4.25, 3]]] and lower.tolist() == [[[-0.25, -3.25, 0.75, -1]]]
-    # means of the first page 2, -2.5, 3.5, -1 and distances 1, 1.5, 1.5, 1; what is not below the mean is above it
-    assert one_bit(keys[:, :2], 2).tolist() == [[[[3, -4, 5, 0], [1, -1, 2, -2]]]]
-    assert one_bit(keys[:, :4], 4)[0, 0, :, 0].tolist() == [2.0, 2.0, -0.5, -0.5]  # 3, 1, 0, -1: mean 0.75, distance 1.25
+    assert two_bit(keys[:, :2], 2).tolist() == [[[[3, -4, 5, 0], [1, -1, 2, -2]]]]  # of two keys each is at a corner
+    levels = two_bit(keys[:, :4], 4)[0, 0]
+    torch.testing.assert_close(levels[:, 0], torch.tensor([3, 1 / 3, 1 / 3, -1]))  # 3, 1, 0, -1 on levels 4 / 3 apart: 1 is in the middle
+    torch.testing.assert_close(levels[:, 3], torch.tensor([0.0, -2, 4, 2]))  # 0, -2, 4, 2 on -2, 0, 2, 4
+    assert two_bit(torch.ones(1, 4, 1), 4).tolist() == [[[[1]] * 4]]
     expected = torch.tensor([[[11 / 2, 1 / 2]]]).logsumexp(-1, keepdim=True)
-    torch.testing.assert_close(mass(query[:, :1], one_bit(keys[:, :2], 2)), expected)
+    torch.testing.assert_close(mass(query[:, :1], two_bit(keys[:, :2], 2)), expected)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +143,8 @@ def corners_by_loops(numbers, kind):
 
 def mass_by_loops(q, columns):
     """Sum of the exponentials of the logits of a page, whose keys are given by dimension."""
-    middles = [sum(column) / len(column) for column in columns]
-    distances = [sum(abs(x - middle) for x in column) / len(column) for column, middle in zip(columns, middles)]
-    moved = [[m + r if x >= m else m - r for x in column] for column, m, r in zip(columns, middles, distances)]
+    levels = [[min(column) + level * (max(column) - min(column)) / 3 for level in range(4)] for column in columns]
+    moved = [[min(at, key=lambda level: abs(level - x)) for x in column] for column, at in zip(columns, levels)]
     return sum(math.exp(sum(x * y for x, y in zip(q, key)) / len(q) ** 0.5) for key in zip(*moved))
 
 
@@ -156,7 +157,7 @@ def attended_by_loops(query, keys, settings):
         pooled = dict.fromkeys(middle, 0.0)
         for q in group:
             columns = {j: [[head_keys[t][d] for t in pages[j]] for d in range(len(q))] for j in middle}
-            if settings.digest == "one-bit":
+            if settings.digest == "two-bit":
                 weights = {j: mass_by_loops(q, columns[j]) for j in middle}
             else:
                 box = {j: [corners_by_loops(column, settings.digest) for column in columns[j]] for j in middle}
@@ -169,7 +170,7 @@ def attended_by_loops(query, keys, settings):
 
 
 @pytest.mark.parametrize("tau", [ALWAYS, SOMETIMES, NEVER])
-@pytest.mark.parametrize("sink, window, kind", [(4, 4, "cuboid-mean"), (0, 8, "min-max"), (4, 8, "one-bit")])
+@pytest.mark.parametrize("sink, window, kind", [(4, 4, "cuboid-mean"), (0, 8, "min-max"), (4, 8, "two-bit")])
 def test_decoding_equals_loops_over_tokens(tau, sink, window, kind):
     heads, group, dim, prompt, total = 3, 2, 4, 13, 49
     settings = OracleSettings(sink + window + 12, sink, window, tau, page=4, dense_layers=(), digest=kind)

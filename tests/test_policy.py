@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_freekv.config import DIGESTS, METHODS, POOLINGS, FreeKVConfig, Refusal
-from sglang_freekv.digests import Signs
+from sglang_freekv.digests import TwoBit
 from sglang_freekv.kernels import CORRECTED, Box, Pooling
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -18,7 +18,7 @@ from sglang_freekv.policy import POLICIES
 
 def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
     assert list(METHODS) == list(POLICIES)
-    assert DIGESTS == (*get_args(Box), "one-bit")
+    assert DIGESTS == (*get_args(Box), "two-bit")
     assert POOLINGS == get_args(Pooling)
     for name, (tau, digest, pooling) in METHODS.items():
         config = FreeKVConfig(name)
@@ -27,24 +27,22 @@ def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
         assert policy.digests.budget == config.pages and policy.digests.page_size == config.page_size
         assert policy.digests.box == config.digest == digest
         assert all(POLICIES[name](FreeKVConfig(name, digest=box)).digests.box == box for box in get_args(Box))
-        assert isinstance(POLICIES[name](FreeKVConfig(name, digest="one-bit")).digests, Signs)
+        assert isinstance(POLICIES[name](FreeKVConfig(name, digest="two-bit")).digests, TwoBit)
         assert all(POLICIES[name](FreeKVConfig(name, pooling=other)).pooling == other for other in POOLINGS)
 
 
 @pytest.mark.parametrize(
-    "page_size, dtype, elements", [(8, torch.bfloat16, 320), (8, torch.float32, 288), (16, torch.float16, 384), (32, torch.bfloat16, 512)]
+    "page_size, dtype, elements", [(8, torch.bfloat16, 384), (8, torch.float32, 320), (16, torch.float16, 512), (32, torch.bfloat16, 768)]
 )
-def test_a_digest_of_one_bit_is_two_corners_and_a_bit_for_each_token(page_size, dtype, elements):
-    signs = Signs(FreeKVConfig(page_size=page_size).pages, page_size)
-    assert signs.shape(128, dtype.itemsize) == (elements,)
-    assert elements * dtype.itemsize == 2 * 128 * dtype.itemsize + 128 * page_size // 8
+def test_a_digest_of_two_bits_is_two_corners_and_two_bits_for_each_token(page_size, dtype, elements):
+    digests = TwoBit(FreeKVConfig(page_size=page_size).pages, page_size)
+    assert digests.shape(128, dtype.itemsize) == (elements,)
+    assert elements * dtype.itemsize == 2 * 128 * dtype.itemsize + 128 * page_size * 2 // 8
 
 
-def test_bits_that_leave_an_element_half_full_are_refused():
-    signs = Signs(FreeKVConfig(page_size=8).pages, 8)
-    assert signs.shape(90, 2) == (225,)
-    with pytest.raises(Refusal, match="one-bit: expected a head_dim .* but the model's is 90; use --freekv-digest cuboid-mean"):
-        signs.shape(90, 4)
+def test_two_bits_of_an_odd_head_are_refused():
+    with pytest.raises(Refusal, match="two-bit: expected an even head_dim, but the model's is 81; use --freekv-digest cuboid-mean"):
+        TwoBit(FreeKVConfig(page_size=8).pages, 8).shape(81, 2)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -32,7 +32,7 @@ from sglang_freekv.scheduler_patch.cpu import cpu_environment  # noqa: E402
 
 NEVER = -2.0  # below every cosine
 TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default
-ONE_BIT, MAX = {"--freekv-digest": "one-bit"}, {"--freekv-pooling": "max"}
+TWO_BIT, MAX = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": "max"}
 FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
 SELECTIONS = {
     "page-16": {"--page-size": 16},
@@ -40,9 +40,9 @@ SELECTIONS = {
     "narrow": {"--freekv-sink": 32, "--freekv-window": 64},
     "narrow-page-16": FINE | {"--page-size": 16},
     "narrow-page-8": FINE,
-    "one-bit": ONE_BIT,
-    "one-bit-page-8": ONE_BIT | {"--page-size": 8},
-    "one-bit-narrow-page-8": ONE_BIT | FINE,
+    "two-bit": TWO_BIT,
+    "two-bit-page-8": TWO_BIT | {"--page-size": 8},
+    "two-bit-narrow-page-8": TWO_BIT | FINE,
     "max-narrow-page-8": MAX | FINE,
 }
 

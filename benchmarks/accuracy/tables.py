@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from intervals import Interval, bootstrap
 from rows import DENSE, Row, Rows
 
+from report import markdown as table
+
 TRACED = {"attended": "tokens attended", "fetched": "tokens fetched", "corrected": "heads corrected", "similarity": "query similarity"}
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
 
 def shown(interval: Interval | None, signed: bool = False) -> str | None:

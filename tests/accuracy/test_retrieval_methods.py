@@ -40,9 +40,9 @@ FREEKV = {
     "freekv-narrow": FreeKV(sink=32, window=64),
     "freekv-narrow-page-16": FreeKV(page=16, sink=16, window=32),
     "freekv-narrow-page-8": FreeKV(page=8, sink=16, window=32),
-    "freekv-one-bit": FreeKV(digest="one-bit"),
-    "freekv-one-bit-page-8": FreeKV(digest="one-bit", page=8),
-    "freekv-one-bit-narrow-page-8": FreeKV(digest="one-bit", page=8, sink=16, window=32),
+    "freekv-two-bit": FreeKV(digest="two-bit"),
+    "freekv-two-bit-page-8": FreeKV(digest="two-bit", page=8),
+    "freekv-two-bit-narrow-page-8": FreeKV(digest="two-bit", page=8, sink=16, window=32),
     "freekv-max-narrow-page-8": FreeKV(pooling="max-scores", page=8, sink=16, window=32),
     "freekv-max-pool": FreeKV(pooling="max-softmax"),
     "freekv-early-query": FreeKV(early=True),
@@ -178,10 +178,10 @@ def bounds(keys, digest):
 
 
 def page_masses(query, keys):
-    """[query head] of the keys [S, D] of a page, each dimension of each key moved to one of two values."""
-    middle = sum(keys) / len(keys)
-    radius = sum((key - middle).abs() for key in keys) / len(keys)
-    moved = [torch.where(key < middle, middle - radius, middle + radius) for key in keys]
+    """[query head] of the keys [S, D] of a page, each dimension of each key moved to the nearest of four values."""
+    least, step = keys.amin(0), (keys.amax(0) - keys.amin(0)) / 3
+    levels = torch.stack([least, least + step, least + 2 * step, least + 3 * step])
+    moved = [levels.gather(0, (levels - key).abs().argmin(0, keepdim=True))[0] for key in keys]
     return [DIM**0.5 * math.log(sum(math.exp(one.double() @ key / DIM**0.5) for key in moved)) for one in query]
 
 
@@ -189,7 +189,7 @@ def page_scores(query, keys, candidates, page, digest="min-max"):
     """[page][query head] of queries [G, D]."""
     found = []
     for number in candidates:
-        if digest == "one-bit":
+        if digest == "two-bit":
             found.append(page_masses(query, keys[number * page : (number + 1) * page].double()))
             continue
         upper, lower = bounds(keys[number * page : (number + 1) * page], digest)
@@ -546,7 +546,7 @@ def test_entries_are_the_settings_that_their_names_say():
     [
         (lambda: FreeKV(tau=1.5), "expected -1 to 1"),
         (lambda: FreeKV(pooling="sum"), "expected one of mean-softmax"),
-        (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, one-bit"),
+        (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, two-bit"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),
         (lambda: LouisKV(tau=2), "expected -1 to 1"),
         (lambda: FreeKV().begin(Text.random(300).prompt, Budget(129, 16, 32, 16)), "multiples of page"),

@@ -11,7 +11,7 @@ from serving import KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
 SETTINGS = {
-    "always-corrected-one-bit": OracleSettings(budget=192, sink=16, window=32, tau=2, page=8, digest="one-bit"),
+    "always-corrected-two-bit": OracleSettings(budget=192, sink=16, window=32, tau=2, page=8, digest="two-bit"),
     "never-corrected-small-pages": OracleSettings(budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max"),
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=()),
 }

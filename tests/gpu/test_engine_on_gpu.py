@@ -117,7 +117,7 @@ class CapturedEngine(Engine):
         return [output[:-1].clone() for output in self.outputs]
 
 
-@pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected", "canary", "quest", "arkvale-slack"])
+@pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected", "two-bit", "canary", "quest", "arkvale-slack"])
 def test_a_captured_step_is_the_eager_one(name):
     eager, captured = (
         cls(CONFIGS[name], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)

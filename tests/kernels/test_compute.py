@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import os
+from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import attend, correction, reference, score, signs
+from sglang_freekv.kernels import attend, correction, reference, score, two_bit
+from sglang_freekv.kernels.two_bit import codes_of as two_bit_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bfloat16")
 LOW = [(torch.float16, torch.int32), pytest.param(torch.bfloat16, torch.int32, marks=INTERPRETED_BFLOAT16)]
 KINDS = [(torch.float32, torch.int64), *LOW]
 SHAPES = pytest.mark.parametrize("H, G, D", [(2, 1, 16), (2, 3, 24), (1, 4, 16), (2, 7, 16), (1, 17, 24)])
+TWO_BIT_SHAPES = [(2, 1, 16), (2, 3, 24), (1, 4, 16), (2, 7, 16), (1, 17, 24), (1, 2, 90)]
+if DEVICE == "cuda":  # too much for the interpreter
+    TWO_BIT_SHAPES += [(2, 4, 128), (1, 8, 256), (2, 3, 64)]
 SPLITS = pytest.mark.parametrize("programs", [1, 264], ids=["one split", "most splits"])
 
 
@@ -32,7 +40,9 @@ def poison(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kernel", [correction.needs_correction, score.score_pages, signs.score_signs, attend.attend_pages], ids=lambda kernel: kernel.__name__
+    "kernel",
+    [correction.needs_correction, score.score_pages, two_bit.score_two_bit, attend.attend_pages],
+    ids=lambda kernel: kernel.__name__,
 )
 def test_signatures_are_those_of_the_reference(kernel):
     ours, theirs = (inspect.signature(each).parameters.values() for each in (kernel, getattr(reference, kernel.__name__)))
@@ -144,11 +154,38 @@ def check_scores(H, G, D, dtype, index, budget):
     assert logits[~written].isnan().all()
 
 
-@SHAPES
+@pytest.mark.parametrize("H, G, D", TWO_BIT_SHAPES)
 @pytest.mark.parametrize("dtype, index", KINDS)
-@pytest.mark.parametrize("S, programs", [(8, score.PROGRAMS), (16, 60), (5, 1)])
-def test_scores_by_signs_are_of_candidates_and_touch_no_other(H, G, D, S, dtype, index, programs, monkeypatch):
-    monkeypatch.setattr(signs, "PROGRAMS", programs)
+@pytest.mark.parametrize("S, programs", [(8, two_bit.PROGRAMS), (16, 60), (24, 1)])
+def test_scores_by_two_bits_are_of_candidates_and_touch_no_other(H, G, D, S, dtype, index, programs, monkeypatch):
+    monkeypatch.setattr(two_bit, "PROGRAMS", programs)
+    check_two_bit_scores(H, G, D, S, dtype, index)
+
+
+with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
+
+    @triton.jit
+    def _unpack(p_words, p_numbers, TOKEN: tl.constexpr, N: tl.constexpr):
+        b_numbers = two_bit_codes(tl.load(p_words + tl.arange(0, N))[None, :], TOKEN, p_numbers.dtype.element_ty)
+        tl.store(p_numbers + tl.arange(0, 2 * N), tl.reshape(b_numbers, (2 * N,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_code_is_the_beginning_of_a_mantissa(dtype):
+    words = torch.randint(-(1 << 31), 1 << 31, (64,), dtype=torch.int64).to(torch.int32).to(DEVICE)
+    for token in range(8):
+        found = torch.zeros(128, dtype=dtype, device=DEVICE)
+        _unpack[(1,)](words, found, TOKEN=token, N=64)
+        codes = torch.stack([words >> (2 * token) & 3, words >> (2 * token + 16) & 3], 1).flatten()
+        assert codes.unique().tolist() == [0, 1, 2, 3] and torch.equal(found, (1 + codes / 4).to(dtype))
+
+
+@pytest.mark.parametrize("S", [8, 32])
+def test_scores_by_two_bits_of_large_queries_are_finite(S):
+    check_two_bit_scores(2, 3, 24, S, torch.float32, torch.int64, size=500.0)
+
+
+def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
     P, pool, budget = 90, 120, PageBudget(3, 4, 2)
     pages = torch.tensor([90, 90, 1, 9, budget.sink + budget.window, 89, 77, 80, 90], device=DEVICE).clamp(max=P)
     seq_lens = ((pages - 1) * S + torch.tensor([1, S, 1, 2, S, 1, 3, 1, 4], device=DEVICE) - 1).clamp(min=1)
@@ -158,20 +195,23 @@ def test_scores_by_signs_are_of_candidates_and_touch_no_other(H, G, D, S, dtype,
     candidate = (page >= budget.sink) & (page < (num_pages - budget.window)[:, None]) & (rows > 0)[:, None]
     page_table = torch.stack([torch.randperm(pool - 1, device=DEVICE)[:P] + 1 for _ in pages])
     page_table = page_table.where(page < num_pages[:, None], -1)
-    digests = torch.full((pool, H, 2 * D + D * reference.sign_word(S).itemsize // dtype.itemsize), float("nan"), device=DEVICE, dtype=dtype)
+    digests = torch.full((pool, H, 2 * D + D * S // 4 // dtype.itemsize), float("nan"), device=DEVICE, dtype=dtype)
     used = page_table[candidate].unique()
     keys = torch.randn(len(used) * S, H, D, device=DEVICE, dtype=dtype)
-    keys[0, 0, 0] = float("inf")
-    reference.digest_signs(keys, (torch.arange(len(used), device=DEVICE) * S)[:, None].expand(-1, H), used, digests, S)
-    queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype)
+    keys[:S, 0, 0], keys[S : 2 * S, -1, -1] = float("inf") if size == 1 else 0.5, 0.5  # a page that is none, and equal keys
+    reference.digest_two_bit(keys, (torch.arange(len(used), device=DEVICE) * S)[:, None].expand(-1, H), used, digests, S)
+    queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype) * size
 
     arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
-    logits = signs.score_signs(wide(queries), *arguments)
-    expected = reference.score_signs(queries, *arguments)
+    logits = two_bit.score_two_bit(wide(queries), *arguments)
+    expected = reference.score_two_bit(queries, *arguments)
     written = candidate[:, None].expand(-1, H * G, -1)
     assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
-    torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=2e-5, equal_nan=True)
+    tolerance = max(2e-5, 16 * torch.finfo(dtype).eps)  # keys are computed in the dtype
+    torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=tolerance * size, equal_nan=size == 1)
     assert logits[~written].isnan().all()
+    if size > 1:
+        assert logits[written].abs().max() > 89, "the exponentials of these neither overflow nor vanish"
 
 
 def attention_case(H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=(1, 7, 163, 97, 160, 12), width=37, capacity=41):

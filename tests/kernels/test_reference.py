@@ -175,36 +175,40 @@ def test_a_cuboid_is_as_wide_as_keys_are_from_its_centre_in_the_mean():
                 torch.testing.assert_close(digests[1, page, h, :, d], torch.tensor([centre + radius, centre - radius]))
 
 
-@pytest.mark.parametrize("page_size, word", [(3, torch.int8), (8, torch.int8), (9, torch.int16), (16, torch.int16), (32, torch.int32)])
-def test_signs_tell_at_which_corner_each_key_is(page_size, word):
+@pytest.mark.parametrize("page_size", [8, 24, 32])
+def test_two_bits_tell_at_which_level_each_key_is(page_size):
     keys = torch.randn(3 * page_size, H, D)
-    digests = torch.zeros(3, H, 2 * D + D * word.itemsize // 4)
-    assert kernels.sign_word(page_size) == word
-    kernels.digest_signs(keys, (torch.arange(3) * page_size)[:, None].expand(-1, H), torch.arange(3), digests, page_size)
-    words = digests[..., 2 * D :].contiguous().view(word)
+    keys[:6, 0, 0], keys[6:page_size, 0, 0] = torch.tensor([0.0, 6, 1, 3, 5, 4]), 2.0  # 1, 3 and 5 are in the middle between two
+    digests = torch.zeros(3, H, 2 * D + D * page_size // 16)
+    kernels.digest_two_bit(keys, (torch.arange(3) * page_size)[:, None].expand(-1, H), torch.arange(3), digests, page_size)
+    words = digests[..., 2 * D :].contiguous().view(torch.int32).unflatten(2, (-1, D // 2)).tolist()
+    found = [[[[words[p][h][s // 8][d % (D // 2)] >> (2 * (s % 8) + 16 * (d >= D // 2)) & 3
+                for d in range(D)] for h in range(H)] for s in range(page_size)] for p in range(3)]  # fmt: skip
+    assert [found[0][s][0][0] for s in range(7)] == [0, 3, 0, 1, 2, 2, 1]
     for page in range(3):
         for h in range(H):
             for d in range(D):
                 column = keys[page * page_size : (page + 1) * page_size, h, d].tolist()
-                centre = sum(column) / page_size
-                radius = sum(abs(key - centre) for key in column) / page_size
-                corners = digests[page, h, :D][d], digests[page, h, D:][d]
-                torch.testing.assert_close(torch.stack(corners), torch.tensor([centre + radius, centre - radius]))
-                bits = int(words[page, h, d]) & ((1 << 8 * word.itemsize) - 1)
-                assert bits == sum(1 << s for s, key in enumerate(column) if key >= centre)
+                upper, lower = digests[page, h, :D][d].item(), digests[page, h, D:][d].item()
+                assert (upper, lower) == (max(column), min(column))
+                levels = [lower + level * (upper - lower) / 3 for level in range(4)]
+                for s, key in enumerate(column):
+                    far = [abs(key - level) for level in levels]
+                    assert far[found[page][s][h][d]] <= min(far) + 1e-6
 
 
-def test_a_score_by_signs_is_the_mass_of_the_keys_that_they_stand_for():
+def test_a_score_by_two_bits_is_the_mass_of_the_keys_that_they_stand_for():
+    size, budget = 8, PageBudget(1, 2, 1)
     query, where = torch.randn(1, 3 * H, D), torch.arange(6)
-    half = torch.rand(6, H, S // 2, D) < 0.5
-    keys = torch.randn(6, H, 1, D) + torch.where(torch.cat((half, ~half), 2), 0.7, -0.7)  # one bit tells all of such keys
-    digests = torch.zeros(6, H, 2 * D + D // 4)
-    kernels.digest_signs(keys.transpose(1, 2).flatten(0, 1), (where * S)[:, None].expand(-1, H), where, digests, S)
-    scores = kernels.score_signs(query, digests, torch.tensor([1]), torch.tensor([6 * S - 1]), where[None], PageBudget(1, 2, 1), S)
+    levels = torch.stack([torch.randperm(size) for _ in range(6 * H * D)]).view(6, H, D, size).mT % 4  # each of four twice
+    keys = torch.randn(6, H, 1, D) + levels * torch.rand(6, H, 1, D)  # two bits tell all of such keys
+    digests = torch.zeros(6, H, 2 * D + D * size // 16)
+    kernels.digest_two_bit(keys.transpose(1, 2).flatten(0, 1), (where * size)[:, None].expand(-1, H), where, digests, size)
+    scores = kernels.score_two_bit(query, digests, torch.tensor([1]), torch.tensor([6 * size - 1]), where[None], budget, size)
     logits = torch.einsum("hgd,phsd->hgps", query[0].view(H, 3, D), keys) / D**0.5
     torch.testing.assert_close(scores[0].view(H, 3, 6), logits.logsumexp(-1))
-    weights = select_pages(scores, torch.tensor([6 * S]), PageBudget(1, 2, 1), H, S)[0]
-    expected = logits[:, :, 1:5].flatten(2).softmax(-1).unflatten(2, (4, S)).sum(-1).mean(1)
+    weights = select_pages(scores, torch.tensor([6 * size]), budget, H, size)[0]
+    expected = logits[:, :, 1:5].flatten(2).softmax(-1).unflatten(2, (4, size)).sum(-1).mean(1)
     torch.testing.assert_close(weights[0, :, 1:5].exp(), expected)
 
 

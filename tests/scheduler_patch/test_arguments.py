@@ -55,8 +55,8 @@ WRONG = {
     ("--page-size", 48): "--freekv-budget 2048: expected a non-negative multiple of --page-size 48",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
-    ("--freekv-digest", "one-bit", "--page-size", 64): "--freekv-digest one-bit: expected pages of at most 32 tokens, but --page-size "
-    "is 64; use --page-size 8, or --freekv-digest cuboid-mean",
+    ("--freekv-digest", "two-bit", "--page-size", 4): "--freekv-digest two-bit: expected pages of a multiple of 8 tokens, but --page-size "
+    "is 4; use --page-size 8, or --freekv-digest cuboid-mean",
     ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
     "2048; use --freekv-device-cache 2048",
     ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from method import Budget, Prompt, Step, Trace
 
-from .pages import Layout, Pages, box_scores, cuboid_mean, grouped, mass_scores, min_max, one_bit, similarity
+from .pages import Layout, Pages, box_scores, cuboid_mean, grouped, mass_scores, min_max, similarity, two_bit
 
-DIGESTS = {"min-max": (min_max, box_scores), "cuboid-mean": (cuboid_mean, box_scores), "one-bit": (one_bit, mass_scores)}
+DIGESTS = {"min-max": (min_max, box_scores), "cuboid-mean": (cuboid_mean, box_scores), "two-bit": (two_bit, mass_scores)}
 
 POOLINGS = {
     "mean-softmax": lambda scores: scores.softmax(-1).mean(2),
@@ -32,7 +32,7 @@ class FreeKV:
         correction: False never corrects.
         pooling: of a group's scores, to the ranking.
         scaled: scores over sqrt(D) before the softmax. The authors' accuracy code has them unscaled.
-        digest: of a page. The paper has Quest's, "min-max"; the server's default is ArkVale's, which finds more; "one-bit" tells single
+        digest: of a page. The paper has Quest's, "min-max"; the server's default is ArkVale's, which finds more; "two-bit" tells single
             tokens from each other.
         page, sink, window: tokens, in place of the budget's. Smaller pages find evidence that lies scattered, and their digests take more
             room; a narrow sink and window leave more of the budget to selection.
@@ -46,7 +46,7 @@ class FreeKV:
     correction: bool = True
     pooling: Literal["mean-softmax", "max-softmax", "max-scores"] = "mean-softmax"
     scaled: bool = True
-    digest: Literal["min-max", "cuboid-mean", "one-bit"] = "cuboid-mean"
+    digest: Literal["min-max", "cuboid-mean", "two-bit"] = "cuboid-mean"
     page: int | None = None
     sink: int | None = None
     window: int | None = None

@@ -109,11 +109,12 @@ def cuboid_mean(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return middle + radius, middle - radius
 
 
-def one_bit(keys: torch.Tensor) -> tuple[torch.Tensor]:
-    """The keys ``[B, H, P, S * D]`` in one bit a dimension: the mean of the page's, plus or minus their mean distance from it."""
-    middle = keys.mean(-2, keepdim=True)
-    radius = (keys - middle).abs().mean(-2, keepdim=True)
-    return (torch.where(keys >= middle, middle + radius, middle - radius).flatten(-2),)
+def two_bit(keys: torch.Tensor) -> tuple[torch.Tensor]:
+    """The keys ``[B, H, P, S * D]`` in two bits a dimension: on four levels from the page's smallest to its largest."""
+    upper, lower = keys.amax(-2, keepdim=True), keys.amin(-2, keepdim=True)
+    step = (upper - lower) / 3
+    level = ((keys - lower) / step - 0.5).ceil().nan_to_num(0.0)
+    return ((lower + level * step).flatten(-2),)
 
 
 def box_scores(query: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:

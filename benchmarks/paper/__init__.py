@@ -1,0 +1,1 @@
+"""The papers' figures again, on one machine."""

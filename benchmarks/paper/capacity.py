@@ -1,0 +1,113 @@
+"""What servers may take of the device for KV, what they take, and what a decode step of theirs moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from setups import Setup
+from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.launch.footprint import Footprint
+from sglang_freekv.launch.model import Model
+from sglang_freekv.memory_pool.sizing import Sizing
+
+DEVICE_POOLS = ("device_cache_bytes", "digest_bytes", "dense_bytes", "staging_bytes", "canary_bytes")  # as server_info names them
+
+
+@dataclass(frozen=True)
+class System:
+    """A server to measure.
+
+    Args:
+        base: ``stock`` or ``freekv``.
+        more: flags beyond the setup's.
+        limit: bytes that its pools of KV on the device may take; None is no limit.
+    """
+
+    name: str
+    base: str
+    setup: Setup
+    more: dict = field(default_factory=dict)
+    limit: int | None = None
+
+
+def model_of(setup: Setup) -> Model:
+    return Model.load(setup.config_path, "bfloat16" if setup.device == "cuda" else "float32")
+
+
+def sizing_of(setup: Setup) -> Sizing:
+    """The product's own, of the flags that a setup gives."""
+    edge = setup.edge_pages // 2 * setup.page_size
+    config = FreeKVConfig(budget_tokens=setup.budget, sink_tokens=edge, window_tokens=edge, page_size=setup.page_size)
+    return Sizing(config, model_of(setup).kv_shape(config), setup.context_length // setup.scale)
+
+
+def token_bytes(sizing: Sizing) -> int:
+    """Keys and values of one token in all layers."""
+    return (sizing.shape.retrieval_layers + sizing.shape.dense_layers) * sizing.shape.layer_token_bytes
+
+
+def stock_tokens(setup: Setup, limit: int) -> int:
+    """Tokens whose KV is ``limit`` bytes, in whole pages."""
+    return limit // token_bytes(sizing_of(setup)) // setup.page_size * setup.page_size
+
+
+def freekv_sizes(setup: Setup, limit: int) -> tuple[int, int]:
+    """Tokens on the host and requests at once that FreeKV would have on a device with ``limit`` bytes for its pools.
+
+    Raises:
+        Refusal: not even one request fits.
+    """
+    sizing = sizing_of(setup)
+    tokens = sizing.tokens(int(setup.host_memory * GIB), limit, setup.max_running)
+    return tokens, min(setup.max_running, sizing.rows(limit, tokens))
+
+
+def systems_of(setup: Setup, limit: int) -> list[System]:
+    tokens, rows = freekv_sizes(setup, limit)
+    few = replace(setup, max_running=rows)
+    return [
+        System("stock", "stock", setup),
+        System("freekv", "freekv", setup),
+        System("stock-same-kv", "stock", setup, {"--max-total-tokens": stock_tokens(setup, limit)}, limit),
+        System("freekv-same-kv", "freekv", few, {"--max-total-tokens": tokens}, limit),
+    ]
+
+
+def device_kv_bytes(setup: Setup, facts: dict) -> int:
+    """What a server's pools of KV take of the device, by what it tells."""
+    if (pools := facts["freekv"]) is not None:
+        return sum(pools[name] for name in DEVICE_POOLS)
+    return facts["max_total_num_tokens"] * token_bytes(sizing_of(setup))
+
+
+def expect_within(system: System, held: int) -> None:
+    """Raises RuntimeError if a server took more than it may."""
+    if system.limit is not None and held > system.limit:
+        raise RuntimeError(
+            f"{system.name}: its pools of KV take {held / GIB:.3f} GiB of the device, expected at most {system.limit / GIB:.3f}; "
+            "leave out flags that enlarge them, or raise --device-kv"
+        )
+
+
+def bytes_of(setup: Setup, system: str, context: int, batch: int) -> dict[str, float]:
+    """What one decode step moves at least, from device memory and over the link; ``context`` in tokens as served.
+
+    The share of the selected pages that is new is the one that is replayed, and FreeKV's dense layers are read in full.
+    """
+    model, sizing = model_of(setup), sizing_of(setup)
+    tied = model.text.get("tie_word_embeddings", True)
+    looked_up = 0 if tied else model.text["vocab_size"] * model.text["hidden_size"] * model.dtype.itemsize
+    weights = model.weight_bytes - looked_up
+    if system.startswith("stock"):
+        return {"hbm_bytes": weights + batch * context * token_bytes(sizing), "link_bytes": 0}
+    attended = min(setup.budget, context) * sizing.host_bytes_per_token
+    recalled = Footprint(sizing).recalled_bytes if context > setup.budget else 0
+    kept = context * sizing.device_bytes_per_token
+    return {"hbm_bytes": weights + batch * (kept + attended + recalled), "link_bytes": batch * recalled}
+
+
+def request_bytes(setup: Setup, system: str, prompt: int, answer: int) -> dict[str, float]:
+    """What a request whose prompt is in the tree moves at least, however many share the weights."""
+    one, none = (bytes_of(setup, system, prompt, batch) for batch in (1, 0))
+    prefix = 0 if system.startswith("stock") else prompt * sizing_of(setup).host_bytes_per_token
+    return {"hbm_bytes": answer * (one["hbm_bytes"] - none["hbm_bytes"]), "link_bytes": answer * one["link_bytes"] + prefix}

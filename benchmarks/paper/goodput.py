@@ -1,0 +1,257 @@
+"""Goodput: requests a second whose first token comes within 2 s and whose others come within 50 ms each, by the rate that is offered.
+
+    python benchmarks/paper/goodput.py --shape llama-3.1-8b
+    python benchmarks/paper/goodput.py --device cpu --out DIRECTORY                 # a trial; its times mean nothing
+    python benchmarks/paper/goodput.py --tables                                     # from the JSON alone
+
+Requests of ``sglang.bench_serving`` ask about a few long documents. Each rate begins with all documents in the prefix tree and no question
+there; what a document costs that is not there is told apart, as ``cold_ttfts_s``. Rates rise until a server is saturated.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
+
+from bench_load import CORRECTED, DETAILS, MISSED, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on  # noqa: E402
+from clock import Clock  # noqa: E402
+from paper.capacity import request_bytes  # noqa: E402
+from report import Report, arguments, chosen, say, table  # noqa: E402
+from servers import BenchServer, keep_log, running  # noqa: E402
+from setups import SHAPES, Setup  # noqa: E402
+from timing import Ceilings  # noqa: E402
+
+RATES = (0.5, 1.0, 2.0, 4.0, 8.0)  # requests per second; SGLang's tokenizer takes some 80 ms for a document's prompt
+ENOUGH = 0.9  # of the requests of a rate, within limits
+WARM_QUESTION, WARM_ANSWER = 1, 8  # tokens
+COLUMNS = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput", "hit_rate")
+HEADER = ("rate", "goodput", "within", "TTFT ms", "p99", "TPOT ms", "p99", "tokens/s", "hit rate")
+RATIO = 0.999  # of shortest to longest; see bench_load for why it is not 1
+
+
+class Limits(NamedTuple):
+    """Most seconds to the first token, and from one token to the next in a request's mean."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class Point(NamedTuple):
+    """What a server made of a rate: requests per second within limits, and their share."""
+
+    goodput: float
+    within: float
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked.
+
+    Args:
+        groups: documents.
+        document, question, answer: tokens.
+        seconds: that a rate is offered for.
+        most: requests of one rate, at most.
+    """
+
+    groups: int
+    document: int
+    question: int
+    answer: int
+    seconds: float
+    most: int
+
+    @property
+    def tokens(self) -> int:
+        return self.document + self.question + self.answer
+
+    def per_group(self, rate: float) -> int:
+        """Requests about each document at so many requests per second."""
+        return max(1, min(round(rate * self.seconds), self.most) // self.groups)
+
+    def flags(self, per_group: int, question: int, answer: int) -> dict:
+        """bench_serving's, for so many requests of each document. The same seed makes the same documents."""
+        return {
+            "--num-prompts": self.groups * per_group,
+            "--gsp-num-groups": self.groups,
+            "--gsp-prompts-per-group": per_group,
+            "--gsp-system-prompt-len": self.document,
+            "--gsp-question-len": question,
+            "--gsp-output-len": answer,
+            "--gsp-range-ratio": RATIO,
+        }
+
+
+def tpots_of(line: dict) -> list[float]:
+    """Mean seconds from one token to the next, by request, of what bench_serving wrote."""
+    return [sum(gaps) / max(1, count - 1) for gaps, count in zip(line["itls"], line["output_lens"])]
+
+
+def point_of(result: dict, limits: Limits) -> Point:
+    """By the wall time of bench_serving, from the first request's sending to the last one's end."""
+    good = sum(ttft < limits.ttft_s and tpot < limits.tpot_s for ttft, tpot in zip(result["ttfts"], result["tpots"], strict=True))
+    return Point(good / result["duration"], good / len(result["ttfts"]))
+
+
+def saturated(points: Sequence[Point]) -> bool:
+    """Of the rates so far, ascending: goodput fell, or for the second time too few were within limits."""
+    fell = len(points) > 1 and points[-1].goodput < points[-2].goodput
+    return fell or sum(point.within < ENOUGH for point in points) > 1
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rates that every system climbs.
+
+    Args:
+        rates: ascending.
+        left: whether a key, ``SYSTEM/rate``, may be measured; what may not is passed over.
+        since: the first run whose results count.
+    """
+
+    questions: Questions
+    limits: Limits
+    rates: tuple[float, ...]
+    left: Callable[[str], bool]
+    since: int = 0
+
+    def next(self, results: dict, system: str) -> float | None:
+        """The lowest rate to be measured yet; None if there is none below saturation."""
+        climbed: list[Point] = []
+        for rate in self.rates:
+            key = f"{system}/{rate:g}"
+            if key in results and results[key]["run"] >= self.since:
+                climbed.append(point_of(results[key], self.limits))
+                if saturated(climbed):
+                    return None
+            elif self.left(key):
+                return rate
+        return None
+
+
+def warm(client: Client, server: BenchServer, questions: Questions) -> list[float]:
+    """Empties the tree, then asks about each document once, one after the other; seconds to the first tokens."""
+    server.flush()
+    line = client.run(server, f"{SHARED}/{SERIAL}", questions.flags(1, WARM_QUESTION, WARM_ANSWER))
+    return line["ttfts"]
+
+
+def measure(client: Client, server: BenchServer, questions: Questions, rate: float) -> dict:
+    """One rate on documents that are in the tree."""
+    cold = warm(client, server, questions)
+    more = questions.flags(questions.per_group(rate), questions.question, questions.answer)
+    result = measure_on(client, server, f"{SHARED}/{rate:g}", more, (*DETAILS, "ttfts", "itls"))
+    tpots = tpots_of(result)
+    del result["itls"]
+    moved = request_bytes(server.setup, server.system, questions.document, questions.answer)
+    return result | {"rate": rate, "tpots": tpots, "cold_ttfts_s": cold, "request_bytes": moved}
+
+
+def climb(client: Client, system: str, ladder: Ladder, report: Report, clock: Clock) -> None:
+    """One server, rate after rate; one that fails is the last, for those above it ask for more."""
+    setup, questions = client.setup, ladder.questions
+    with running(setup, system, client.directory, min(300, clock.left(60))) as server:
+        report.note(**{f"server {system}": server.facts()})
+        server.set_load(None if setup.shape == "needle" else setup.load(CORRECTED, MISSED, questions.tokens))
+        client.deadline_s = clock.left()
+        warm(client, server, questions)  # everything compiles
+        failures = len(report.failures)
+        while len(report.failures) == failures and (rate := ladder.next(report.results, system)) is not None:
+            key = f"{system}/{rate:g}"
+            with report.part(key):
+                client.deadline_s = clock.left()
+                result = measure(client, server, questions, rate)
+                point = point_of(result, ladder.limits)
+                report.add(key, result | {"limits": ladder.limits._asdict()} | point._asdict())
+                say(f"{key}: {point.goodput:.3g} requests per second within limits, {point.within:.0%} of them")
+
+
+def run(client: Client, systems: Sequence[str], ladder: Ladder, report: Report, clock: Clock) -> None:
+    """One server after the other; none of which nothing is left."""
+    for system in systems:
+        if ladder.next(report.results, system) is not None:
+            with report.part(f"server {system}"):
+                climb(client, system, ladder, report, clock)
+            keep_log(client.directory / f"{system}.log", report.path.parent)
+
+
+def rows_of(results: dict, limits: Limits) -> list[tuple[str, float, Point, dict]]:
+    """System, rate, what came of it, and the whole result; by system and rate."""
+    rows = [(key.split("/")[0], result["rate"], point_of(result, limits), result) for key, result in results.items()]
+    return sorted(rows, key=lambda row: (SYSTEMS.index(row[0]), row[1]))
+
+
+def best_of(results: dict, limits: Limits) -> dict[str, float]:
+    """The best goodput of each system."""
+    best: dict[str, float] = {}
+    for system, _, point, _ in rows_of(results, limits):
+        best[system] = max(point.goodput, best.get(system, 0.0))
+    return best
+
+
+def goodputs(results: dict, limits: Limits) -> str:
+    """Rate by rate, and the best of each system."""
+    rows = [(system, rate, *point, *(result[name] for name in COLUMNS)) for system, rate, point, result in rows_of(results, limits)]
+    best = best_of(results, limits)
+    told = ", ".join(f"{system} {goodput:.3g}" for system, goodput in best.items())
+    stock, ours = (best.get(system) for system in SYSTEMS)
+    ratio = f"; freekv / stock {ours / stock:.3g}" if stock and ours is not None else ""
+    return f"{table(('documents in the tree', *HEADER), rows)}\nbest goodput, requests per second: {told or 'none'}{ratio}"
+
+
+def main() -> int:
+    parser = arguments(__doc__, "paper-goodput-SHAPE", [f"{system}/{rate:g}" for system in SYSTEMS for rate in RATES])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the needle model, all a sixteenth, 8 requests")
+    parser.add_argument("--shape", choices=SHAPES, default=Setup.shape)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="servers to start, in this order")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), metavar="RATE", help="requests per second")
+    parser.add_argument("--seconds", type=float, default=24, help="that a rate is offered for")
+    parser.add_argument("--requests", type=int, default=192, help="of one rate, at most")
+    parser.add_argument("--groups", type=int, default=4, help="documents")
+    parser.add_argument("--document", type=int, default=32768, help="tokens")
+    parser.add_argument("--question", type=int, default=512, help="tokens")
+    parser.add_argument("--answer", type=int, default=256, help="tokens")
+    parser.add_argument("--ttft", type=float, default=2.0, help="limit in seconds")
+    parser.add_argument("--tpot", type=float, default=0.05, help="limit in seconds")
+    parser.add_argument("--max-running", type=int, default=64, help="requests at once, at most, of both systems")
+    parser.add_argument("--host-memory", type=float, default=40, metavar="GIB", help="FreeKV's --freekv-host-memory")
+    parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
+    parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
+    parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
+    parser.add_argument("--part-seconds", type=float, default=300, help="most seconds of one rate")
+    parser.add_argument("--force", action="store_true", help="measure what is there already")
+    parser.add_argument("--tables", action="store_true", help="measure nothing; print the table of the results in --out")
+    options = parser.parse_args()
+    if options.requests < options.groups:
+        parser.error(f"--requests {options.requests}: expected at least one for each of --groups {options.groups}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
+    extra = {"extra_stock": tuple(options.stock_flags.split()), "extra_freekv": tuple(options.freekv_flags.split())}
+    scale, requests = (16, 8) if options.device == "cpu" else (1, options.requests)
+    lengths = (tokens // scale for tokens in (options.document, options.question, options.answer))
+    questions = Questions(options.groups, *lengths, options.seconds, requests)
+    sizes = {"context_length": options.document + options.question + options.answer + 1024, "max_running": options.max_running, **extra}
+    if options.device == "cpu":
+        setup = TextSetup("needle", "cpu", scale=scale, budget=256, **sizes)
+    else:
+        setup = TextSetup(options.shape, host_memory=options.host_memory, **sizes)
+    report, limits = Report(f"paper-goodput-{setup.shape}", options.out), Limits(options.ttft, options.tpot)
+    if not options.tables:
+        since = len(report.runs) - 1 if options.force else 0
+        ladder = Ladder(questions, limits, tuple(sorted(options.rates)), chosen(options), since)
+        if any(ladder.next(report.results, system) is not None for system in options.systems):
+            report.note(ceilings=asdict(Ceilings.measure_apart(options.device)))
+        with tempfile.TemporaryDirectory() as scratch:
+            client = Client(setup, Path(scratch), options.part_seconds)
+            run(client, options.systems, ladder, report, Clock(options.minutes, options.part_seconds))
+    return report.finish(goodputs(report.results, limits))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Figure 7 of the FreeKV and LouisKV papers: how long whole answers take, method by method, in one engine on one machine.
+
+    python benchmarks/paper/latency.py --shape llama-3.1-8b                                # all scenarios, batches and methods
+    python benchmarks/paper/latency.py --shape qwen2.5-7b --only 'long-generation/*/freekv/*'
+    python benchmarks/paper/latency.py --tables                                            # from the JSON alone
+
+Steps are timed at a few lengths of context and joined by straight lines; an answer's decoding is the sum over its steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
+
+import torch  # noqa: E402
+
+from paper.decoder import TINY, Decoder, Shape  # noqa: E402
+from paper.method import Work  # noqa: E402
+from paper.methods import METHODS  # noqa: E402
+from paper.parts import Parts, parts_of  # noqa: E402
+from paper.pools import Pools  # noqa: E402
+from paper.scenarios import BATCHES, SCENARIOS  # noqa: E402
+from paper.settings import add_settings, is_there, settings_of  # noqa: E402
+from paper.step import measured  # noqa: E402
+from clock import Clock  # noqa: E402
+from report import Report, arguments, chosen, say, summary, table  # noqa: E402
+from sglang_freekv.config import FreeKVConfig  # noqa: E402
+from timing import Ceilings, time_calls, time_events  # noqa: E402
+
+PREFILL = "prefill"
+
+
+class Answer(NamedTuple):
+    """A batch of answers by one method, as far as all its steps were timed.
+
+    Args:
+        step: seconds of a step in the mean.
+        prefill: seconds of the prompts, one after the other; None if it was not measured.
+        full, window, freekv: decoding, in units of these methods'.
+    """
+
+    scenario: str
+    batch: int
+    method: str
+    step: float
+    prefill: float | None
+    decoding: float
+    full: float | None
+    window: float | None
+    freekv: float | None
+
+
+class Cell(NamedTuple):
+    """One measured step, split up."""
+
+    scenario: str
+    batch: int
+    context: int
+    method: str
+    seconds: float
+    parts: Parts
+
+
+def answers(results: dict) -> list[Answer]:
+    found: dict[tuple, dict[int, float]] = {}
+    for (scenario, batch, method, context), result in _steps(results):
+        found.setdefault((scenario, batch, method), {})[context] = result["seconds"]["median"]
+    decoding = {
+        (scenario, batch, method): SCENARIOS[scenario].decoding_seconds(seconds)
+        for (scenario, batch, method), seconds in found.items()
+        if len(seconds) == len(SCENARIOS[scenario].at)
+    }
+    rows = []
+    for key in sorted(decoding, key=lambda key: _order(*key[:2], list(METHODS).index(key[2]))):
+        (scenario, batch, method), seconds = key, decoding[key]
+        asked, prompt = SCENARIOS[scenario], results.get(f"{PREFILL}/{SCENARIOS[scenario].prompt}")
+        others = (decoding.get((scenario, batch, name)) for name in ("full", "window", "freekv"))
+        ratios = (other and seconds / other for other in others)
+        prefill = prompt and batch * prompt["seconds"]["median"]
+        rows.append(Answer(scenario, batch, method, seconds / (asked.answer - 1), prefill, seconds, *ratios))
+    return rows
+
+
+def cells(results: dict, runs: list[dict]) -> list[Cell]:
+    """Every step that was timed, if the floor was, too."""
+    medians = {key: result["seconds"]["median"] for key, result in _steps(results)}
+    rows = []
+    for (scenario, batch, method, context), result in _steps(results):
+        floor = medians.get((scenario, batch, "window", context))
+        if floor is not None:
+            parts = parts_of(method, result, floor, runs[result["run"]]["ceilings"])
+            rows.append(Cell(scenario, batch, context, method, result["seconds"]["median"], parts))
+    return sorted(rows, key=lambda cell: (*_order(cell.scenario, cell.batch, cell.context), list(METHODS).index(cell.method)))
+
+
+def _steps(results: dict) -> Iterator[tuple[tuple[str, int, str, int], dict]]:
+    for key, result in results.items():
+        if not key.startswith(f"{PREFILL}/"):
+            scenario, batch, method, context = key.split("/")
+            yield (scenario, int(batch[1:]), method, int(context)), result
+
+
+def _order(scenario: str, *others: int) -> tuple[int, ...]:
+    return list(SCENARIOS).index(scenario), *others
+
+
+def tables(report: Report) -> tuple[str, str]:
+    """Whole answers, and where the time of each step went."""
+    whole = [(*row[:3], row.step * 1e3, *row[4:]) for row in answers(report.results)]
+    head = ("scenario", "batch", "method", "ms a step", "prefill s", "decoding s", "/ full", "/ floor", "/ freekv")
+    split = [
+        (*cell[:4], cell.seconds * 1e3, *(part * 1e3 for part in cell.parts), cell.seconds / cell.parts.bound)
+        for cell in cells(report.results, report.runs)
+    ]
+    names = ("scenario", "batch", "context", "method", "ms a step", "compute", "select", "exposed", "hidden", "bound", "/ bound")
+    return table(head, whole), table(names, split)
+
+
+def measure(shape: Shape, options, wanted, report: Report) -> None:
+    """Step after step, on pools that are taken once."""
+    edge, page, device = options.budget // 4, options.page_size, options.device
+    config = FreeKVConfig(budget_tokens=options.budget, sink_tokens=edge, window_tokens=edge, page_size=page)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    decoder, clock, settings = Decoder(shape, dtype, device), Clock(options.minutes), settings_of(options)
+    report.note(ceilings=asdict(Ceilings.measure(device)))
+    for prompt in sorted({scenario.prompt for scenario in SCENARIOS.values()}):
+        key = f"{PREFILL}/{prompt}"
+        if wanted(key) and not is_there(report.results, key, settings, options.force):
+            with report.part(key, quiet=True):
+                hidden = torch.randn(max(page, prompt // options.scale), shape.hidden, dtype=dtype, device=device)
+                time = time_events if device == "cuda" else lambda work, repeats: time_calls(work, device, repeats)
+                report.add(key, settings | {"seconds": summary(time(lambda: decoder.prefill(hidden), 3))})
+                del hidden
+    pools = Pools(shape, config, max(options.batches), options.host_tokens, dtype, device)
+    say(f"{shape.name}: pools and weights are up")
+    for name, batch, method in product(SCENARIOS, options.batches, METHODS):
+        scenario = SCENARIOS[name]
+        for at in scenario.at:
+            key = f"{name}/b{batch}/{method}/{at}"
+            if not wanted(key) or is_there(report.results, key, settings, options.force):
+                continue
+            if clock.is_over:
+                report.failures.append(f"{key} and what follows: not reached in {options.minutes:g} minutes; the same command goes on")
+                pools.close()
+                return
+            with report.part(key, quiet=True):
+                work = Work.of(pools, batch, max(page, at // options.scale), *scenario.load(at))
+                result = measured(decoder, work, METHODS[method], options.repeats)
+                report.add(key, settings | result)
+                say(f"{key}: {result['seconds']['median'] * 1e3:.2f} ms")
+    pools.close()
+
+
+def main() -> int:
+    names = [f"{PREFILL}/TOKENS", *(f"{name}/bBATCH/{method}/CONTEXT" for name, method in product(SCENARIOS, METHODS))]
+    parser = arguments(__doc__, "paper-latency-SHAPE", names)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--scale", type=int, default=1, help="contexts are divided by this; 1 but for a dry run")
+    add_settings(parser, host_tokens=1 << 17)
+    options = parser.parse_args()
+    shape = TINY if options.shape == "tiny" else Shape.of(options.shape)
+    report = Report(f"paper-latency-{shape.name}", options.out)
+    if not options.tables:
+        measure(shape, options, chosen(options), report)
+    return report.finish(*tables(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Methods that are this project's engine under another load or policy: FreeKV, ArkVale, Quest in device memory, LouisKV's trigger."""
+
+from __future__ import annotations
+
+import torch
+from paper.method import Traffic, Work
+
+from replay import Controls, Replay, replayed
+from replay_load import Load
+from sglang_freekv import kernels
+from sglang_freekv.kernels import RECALLED
+from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.memory_pool.transfer import make_stream
+from sglang_freekv.retrieval import AHEAD, Recall, Retrieval
+
+
+TRIGGERED = {0.13: 1 / 5, 0.59: 1 / 16}  # by FreeKV's share of kv heads under the same load
+
+
+class OnTrigger(Retrieval):
+    """Selects for the kv heads that turned, and for them alone: what is ahead is what was last selected (LouisKV, section 4.1)."""
+
+    def __init__(self, *args, width: int, batch: int) -> None:
+        super().__init__(*args)
+        shape = batch, self.cache.layers[0].previous_queries.shape[1], width
+        self.frozen = [torch.randn(shape, device=layer.keys.device) for layer in self.cache.layers]
+
+    def _plan(self, layer, logits, batch, turned, when) -> None:
+        if when == AHEAD:
+            frozen = self.frozen[layer]
+            torch.where(turned.repeat_interleave(logits.shape[1] // turned.shape[1], 1)[..., None], logits, frozen, out=frozen)
+            logits = frozen
+        super()._plan(layer, logits, batch, turned, when)
+
+
+class Asking(Replay):
+    """Tells the host which kv heads turned."""
+
+    def needs_correction(self, *args) -> torch.Tensor:
+        turned = super().needs_correction(*args)
+        bool(turned.any())
+        return turned
+
+
+class Engine:
+    """FreeKV under the load.
+
+    Args:
+        corrected: in place of the load's; 1 corrects always: retrieval that blocks.
+        on_trigger: nothing is selected ahead.
+        resident: all pages are on the device already.
+        recall: how what is missing comes.
+        captured: False launches kernel by kernel.
+        asks: the host waits for the flags of each layer, as a host that launches corrections must.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        corrected: float | None = None,
+        on_trigger: bool = False,
+        resident: bool = False,
+        recall: Recall = kernels.recall_pages,
+        captured: bool = True,
+        asks: bool = False,
+    ) -> None:
+        self.work, self.captured, self.on_trigger, self.resident = work, captured, on_trigger, resident
+        self.corrected = work.corrected if corrected is None else corrected
+        missed = 0.0 if resident else work.missed
+        pools, requests = work.pools, work.requests
+        config = pools.config
+        candidates = max(1, work.context // config.page_size - config.pages.sink - config.pages.window)
+        controls = Controls(pools.device)
+        controls.set(Load(self.corrected, missed, candidates, config.pages.selected))
+        policy = replayed(config, controls)
+        policy, streams = Asking(**vars(policy)) if asks else policy, [make_stream(pools.device) for _ in range(2)]
+        arguments = config, policy, pools.store, *streams, work.recall(recall), ReferenceExtend()
+        self.retrieval = (
+            OnTrigger(*arguments, width=requests.table.shape[1], batch=work.batch) if on_trigger else Retrieval(*arguments)
+        )
+        queries = torch.zeros(work.batch, pools.shape.query_heads, pools.shape.head_dim, dtype=pools.dtype, device=pools.device)
+        for cache, digests in zip(pools.store.cache.layers, pools.store.digests.layers):
+            requests.seed(cache, config, policy.digests.score(queries, digests, requests.batch))  # so that the first step misses x, too
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.retrieval.decode(layer, q, k, v, self.work.requests.batch, q.shape[-1] ** -0.5)
+
+    def complete(self) -> None:
+        self.retrieval.complete_all_transfers()
+
+    def begin(self) -> None:
+        self.retrieval.counts.zero_()
+
+    def traffic(self, steps: int) -> Traffic:
+        """Recall as it was counted. LouisKV need not read the digests of kv heads that did not turn, though a graph does."""
+        work, config = self.work, self.work.pools.config
+        pages = max(0, work.context // config.page_size - config.pages.sink - config.pages.window)
+        scored = pages * (self.corrected if self.on_trigger else 1)
+        units = self.retrieval.row_counts(work.requests.rows)[:, RECALLED].sum().item() / steps
+        link = units * work.pools.store.host.unit_bytes * (not self.resident)
+        return Traffic(link, link + work.elements(2 * work.pools.shape.head_dim * (work.budget + scored)))
+
+
+class LouisKV(Engine):
+    """At the strides between two triggers that its paper reports, 5 tokens of long input and 16 of long output; other loads as they are."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, corrected=TRIGGERED.get(work.corrected, work.corrected), on_trigger=True)

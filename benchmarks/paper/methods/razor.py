@@ -1,0 +1,68 @@
+"""RazorAttention (Tang et al., ICLR 2025): some kv heads attend to everything, on the device, the others to sink and window."""
+
+from __future__ import annotations
+
+import torch
+from paper.method import Traffic, Work
+
+from sglang_freekv import kernels
+
+SHARE = 0.15  # of kv heads, in the paper
+
+
+class Razor:
+    """Layers take turns, so that their kv heads that attend to everything are the share in the mean.
+
+    Args:
+        share: of such kv heads; with 1 it is dense attention.
+    """
+
+    captured = True
+
+    def __init__(self, work: Work, share: float = SHARE) -> None:
+        self.work, self.pools, self.share = work, work.pools, share
+        shape, config, device = work.pools.shape, work.pools.config, work.pools.device
+        self.size, self.scale = config.page_size, shape.head_dim**-0.5
+        heads = [round((layer + 1) * share * shape.kv_heads) - round(layer * share * shape.kv_heads) for layer in range(shape.layers)]
+        whole, edges = work.longest // self.size + 1, config.pages.sink + config.pages.window
+        self.layers = [
+            (self._heads(full, whole, device), self._heads(shape.kv_heads - full, min(edges, whole), device)) for full in heads
+        ]
+
+    def _heads(self, heads: int, slots: int, device: str) -> tuple[torch.Tensor, ...] | None:
+        """Keys, values, and both tables, of so many kv heads with so many slots a row."""
+        if not heads:
+            return None
+        rows, size, dim = self.work.batch + 1, self.size, self.pools.shape.head_dim
+        kv = [torch.randn(rows * slots, size, heads, dim, dtype=self.pools.dtype, device=device) for _ in range(2)]
+        table = torch.arange(slots, dtype=torch.int32, device=device).expand(rows, heads, -1).contiguous()
+        return *kv, table, table
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        requests, group, first, parts = self.work.requests, self.pools.shape.group, 0, []
+        for kind in self.layers[layer]:
+            if kind is None:
+                continue
+            keys, values, slot_pages, attended = kind
+            heads, slots = slot_pages.shape[1:]
+            here = slice(first, first + heads)
+            where = requests.rows * (slots * self.size) + requests.seq_lens % (slots * self.size)
+            for cache, new in ((keys, k), (values, v)):
+                cache.flatten(0, 1)[where] = new[:, here]
+            mine = q[:, first * group : (first + heads) * group]
+            parts.append(
+                kernels.attend_pages(mine, keys, values, requests.rows, requests.seq_lens, slot_pages, attended, self.scale)
+            )
+            first += heads
+        return torch.cat(parts, 1)
+
+    def complete(self) -> None:
+        return
+
+    def begin(self) -> None:
+        return
+
+    def traffic(self, steps: int) -> Traffic:
+        shape, edges = self.pools.shape, self.pools.config.sink_tokens + self.pools.config.window_tokens
+        tokens = self.share * self.work.context + (1 - self.share) * min(edges, self.work.context)
+        return Traffic(0, self.work.elements(2 * shape.head_dim * tokens))

@@ -1,0 +1,331 @@
+"""The drivers that measure whole servers: what they make of times, sizes and bytes, and what they leave alone; no server is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+PAPER = Path(__file__).resolve().parent.parent / "benchmarks" / "paper"
+sys.path.insert(0, str(PAPER.parent))
+
+from clock import Clock  # noqa: E402
+from paper import capacity, crossover, goodput, passes  # noqa: E402
+from paper.crossover import Cell  # noqa: E402
+from paper.goodput import Ladder, Limits, Point, Questions  # noqa: E402
+from report import Report  # noqa: E402
+from servers import Stream  # noqa: E402
+from setups import Setup  # noqa: E402
+
+LLAMA = Setup("llama-3.1-8b", max_running=64)
+LIMIT = 16 << 30
+LAYER_TOKEN = 2 * 8 * 128 * 2  # bytes of a token's keys and values in one of its layers
+QUESTIONS = Questions(groups=4, document=32768, question=512, answer=256, seconds=24, most=96)
+
+
+def stream(first: float, gap: float, tokens: int = 100, cached: int = 0, sent: float = 0.0) -> Stream:
+    """The first token at ``first``, then one each ``gap`` seconds."""
+    arrivals = [(first + index * gap, index + 1) for index in range(tokens)]
+    return Stream(sent, arrivals, {"cached_tokens": cached, "prompt_tokens": 512})
+
+
+def test_max_running_is_of_servers_and_graphs(tmp_path):
+    for system in ("stock", "freekv"):
+        flags = replace(LLAMA, max_running=40).flags(system, tmp_path)
+        assert flags["--max-running-requests"] == flags["--cuda-graph-max-bs-decode"] == 40
+    assert Setup().flags("stock", tmp_path)["--max-running-requests"] == 16
+
+
+def test_default_cells():
+    cells = crossover.cells_of(crossover.FULL["contexts"], crossover.FULL["batches"], 1 << 19)
+    found = {k: [(cell.name, cell.prefix) for cell in cells if cell.context == k << 10] for k in (8, 32, 128)}
+    assert found[8] == [("8k/b64", "cold"), ("8k/b16", "hit"), ("8k/b4", "hit"), ("8k/b1", "hit"), ("8k/b1-cold", "cold")]
+    assert [name for name, _ in found[32]] == ["32k/b16", "32k/b4", "32k/b1", "32k/b1-cold"]
+    assert found[128] == [("128k/b4", "cold"), ("128k/b1", "hit"), ("128k/b1-cold", "cold")]
+    alone = crossover.cells_of([8192], [1, 1], 1 << 19)
+    assert [cell.name for cell in alone] == ["8k/b1-cold", "8k/b1"] and not crossover.cells_of([8192], [2], 8192)
+
+
+def test_figures_are_of_those_who_decode_together():
+    early = [stream(1.0, 0.01), stream(1.5, 0.02)]  # until 1.99 and 3.48
+    queued = stream(5.0, 0.03)
+    found = passes.figures_of([*early, queued])
+    assert (found["at_once"], found["window_requests"]) == (2, 2)
+    assert found["tpot_s"] == pytest.approx(0.015) and found["decoding_tokens_per_s"] == pytest.approx(2 / 0.015)
+    assert found["ttft_s"]["median"] == 1.5 and found["ttft_s"]["max"] == 5.0
+    assert found["seconds"] == pytest.approx(7.97) and found["tokens_per_s"] == pytest.approx(300 / 7.97)
+
+
+def test_of_as_many_at_once_those_count_who_were_for_longest():
+    short, long = [stream(0.0, 0.01), stream(0.0, 0.01)], [stream(10.0, 0.02), stream(10.0, 0.02)]
+    assert passes.figures_of([*short, *long])["tpot_s"] == pytest.approx(0.02)
+    assert passes.figures_of([*long, *short])["tpot_s"] == pytest.approx(0.02)
+
+
+def test_a_window_too_short_to_tell_is_passed_over():
+    first, second = stream(0.0, 0.01), stream(0.895, 0.01)  # decode together for 5 ms
+    second.arrivals = [(time, count) for time, count in second.arrivals if count == 1 or count > 8]
+    first.arrivals.append((second.arrivals[1][0] + 0.001, 101))
+    found = passes.figures_of([first, second])
+    assert (found["at_once"], found["window_requests"]) == (2, 1)
+    with pytest.raises(ValueError, match="more tokens"):
+        passes.figures_of([stream(0.0, 0.01, tokens=9)])
+
+
+def test_what_was_found_in_the_tree():
+    hit, part, cold = (stream(0.0, 1.0, cached=cached) for cached in (480, 448, 0))
+    named = [passes.prefix_of(streams, 32) for streams in ([hit], [hit, part], [hit, cold], [cold, cold])]
+    assert named == ["hit", "part", "part", "cold"]
+
+
+def test_tokens_of_stock_by_hand():
+    assert capacity.stock_tokens(LLAMA, LIMIT) == LIMIT // (32 * LAYER_TOKEN) == 131072
+    assert capacity.stock_tokens(LLAMA, LIMIT - 1) == 131072 - 32  # whole pages
+
+
+def test_rows_of_freekv_are_as_many_as_fit():
+    sizing = capacity.sizing_of(LLAMA)
+    tokens, rows = capacity.freekv_sizes(LLAMA, LIMIT)
+    assert tokens == (75 << 30) // (31 * LAYER_TOKEN) // 32 * 32  # all that the host holds
+    digests = 31 * 8 * 2 * 128 * 2 // 32  # of a token: two vectors for a page and kv head
+    fixed = 2 * 140_000 * LAYER_TOKEN + tokens * (LAYER_TOKEN + digests)
+    assert fixed + (rows + 1) * sizing.row_bytes <= LIMIT < fixed + (rows + 2) * sizing.row_bytes
+    assert sizing.row_bytes > 31 * 2048 * LAYER_TOKEN and rows == 40
+    assert capacity.freekv_sizes(replace(LLAMA, max_running=8), LIMIT) == (tokens, 8)
+    fewer, least = capacity.freekv_sizes(LLAMA, 4 << 30)
+    assert fewer < tokens and least >= 1  # where the device is what is short, tokens leave rows a half of it
+
+
+def test_systems_and_their_flags():
+    stock, freekv, small_stock, small_freekv = capacity.systems_of(LLAMA, LIMIT)
+    assert (stock.more, freekv.more, stock.limit, freekv.limit) == ({}, {}, None, None)
+    assert small_stock.more == {"--max-total-tokens": 131072} and small_stock.limit == small_freekv.limit == LIMIT
+    assert small_freekv.setup.max_running == 40 and freekv.setup.max_running == small_stock.setup.max_running == 64
+
+
+def test_pools_that_are_too_large_are_told():
+    system = capacity.systems_of(LLAMA, LIMIT)[3]
+    pools = dict.fromkeys(capacity.DEVICE_POOLS, 3 << 30)
+    assert capacity.device_kv_bytes(LLAMA, {"freekv": pools}) == 15 << 30
+    assert capacity.device_kv_bytes(LLAMA, {"freekv": None, "max_total_num_tokens": 131072}) == LIMIT
+    capacity.expect_within(system, LIMIT)
+    with pytest.raises(RuntimeError, match="freekv-same-kv: .* 16.500 GiB .* at most 16.000"):
+        capacity.expect_within(system, LIMIT + (1 << 29))
+    capacity.expect_within(capacity.systems_of(LLAMA, LIMIT)[1], 1 << 40)
+
+
+def test_bytes_of_a_step_by_hand():
+    weights = 2 * (8_030_261_248 - 128256 * 4096)  # as published, less the embeddings, of which a step reads a row
+    assert capacity.bytes_of(LLAMA, "stock", 32768, 4) == {"hbm_bytes": weights + 4 * 32768 * 32 * LAYER_TOKEN, "link_bytes": 0}
+    dense, attended, digests = 32768 * LAYER_TOKEN, 31 * 2048 * LAYER_TOKEN, 31 * (32768 // 32) * 8 * 2 * 128 * 2
+    found = capacity.bytes_of(LLAMA, "freekv", 32768, 4)
+    assert found["hbm_bytes"] == weights + 4 * (dense + attended + digests) + found["link_bytes"]
+    assert found["link_bytes"] == pytest.approx(4 * 0.21 * 1024 * 31 * LAYER_TOKEN)  # half of the budget is selected
+    assert capacity.bytes_of(LLAMA, "freekv", 1024, 1)["link_bytes"] == 0
+    request = capacity.request_bytes(LLAMA, "freekv", 32768, 10)
+    whole = (found["link_bytes"] / 4) * 10 + 32768 * 31 * LAYER_TOKEN  # each step's recall, and the prefix, but for the dense layer
+    assert request == {"hbm_bytes": pytest.approx((found["hbm_bytes"] - weights) / 4 * 10), "link_bytes": pytest.approx(whole)}
+    assert capacity.request_bytes(LLAMA, "stock", 32768, 10) == {"hbm_bytes": 10 * 32768 * 32 * LAYER_TOKEN, "link_bytes": 0}
+    needle = crossover.DRY_RUN  # its head is its embeddings
+    layer = 4 * (2 * 384 * 64 * (6 + 2) + 3 * 384 * 1024 + 2 * 384)
+    assert capacity.bytes_of(needle, "stock", 0, 1)["hbm_bytes"] == 8 * layer + 4 * (5120 * 384 + 384)
+
+
+def result_of(batch: int, tpot: float | None, ttft: float | None, prefix: str = "hit") -> dict:
+    cell = Cell(8192, batch, prefix)._asdict()
+    if tpot is None:
+        return {"cell": cell, "prefix": "no room", "at_once": 0}
+    return {"cell": cell, "prefix": prefix, "at_once": batch, "tpot_s": tpot, "ttft_s": {"median": ttft}, "tokens_per_s": 1.0}
+
+
+def test_where_freekv_is_slower_comes_first():
+    results = {
+        **{"stock/8k/b16": result_of(16, 0.02, 1.0), "freekv/8k/b16": result_of(16, 0.01, 0.9)},
+        **{"stock/8k/b4": result_of(4, 0.01, 1.0), "freekv/8k/b4": result_of(4, 0.01, 1.1)},
+        **{"stock/8k/b1": result_of(1, 0.01, 1.0), "freekv/8k/b1": result_of(1, 0.02, 1.5, "part")},
+        **{"stock/8k/b2": result_of(2, None, None), "freekv/8k/b2": result_of(2, 0.02, 1.0)},
+        "stock-same-kv/8k/b64": result_of(64, 0.01, 1.0),
+    }
+    _, *rows = [line.split("  ") for line in crossover.comparison(results, "production", "freekv", "stock").splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[:3] for row in cells] == [
+        ["8k/b4", "TTFT", "hit"],
+        ["8k/b1", "TPOT+TTFT", "part/hit"],
+        ["8k/b16", "-", "hit"],
+        ["8k/b2", "-", "hit/no room"],
+    ]
+    assert cells[1][3:9] == ["20", "10", "2", "1.5", "1", "1.5"]
+    assert [row.slower for row in crossover.compared(results, "freekv-same-kv", "stock-same-kv")] == [""]
+
+
+@contextmanager
+def no_server(*arguments, **options):
+    raise AssertionError("a server was started")
+    yield
+
+
+def test_a_crossover_that_is_there_starts_no_server(tmp_path):
+    report, cells = Report("crossover", tmp_path), [Cell(8192, 4, "cold"), Cell(8192, 1, "hit")]
+    systems = capacity.systems_of(LLAMA, LIMIT)[:2]
+    for system in systems:
+        for cell in cells:
+            report.add(f"{system.name}/{cell.name}", result_of(cell.batch, 0.01, 1.0))
+    again = Report("crossover", tmp_path)
+
+    def run(left) -> None:
+        crossover.run(systems, cells, left, again, Clock(5, 60), 24, 4)
+
+    with mock.patch.object(crossover, "running", no_server):
+        run(lambda key: key not in again.results)
+        assert not again.failures
+        del again.results["freekv/8k/b1"]
+        run(lambda key: key not in again.results)
+        assert [failure.split(":")[0] for failure in again.failures] == ["server freekv"]
+
+
+def test_a_crossover_measures_what_is_left_and_tells_what_was_not_reached(tmp_path, monkeypatch):
+    served, measured = SimpleNamespace(facts=lambda: {"freekv": None, "max_total_num_tokens": 1000}, set_load=lambda load: None), []
+
+    @contextmanager
+    def running(*arguments):
+        yield served
+
+    def measure(server, cell, *others):
+        measured.append(cell.name)
+        clock.end_s = 0  # time is up
+        return result_of(cell.batch, 0.01, 1.0)
+
+    report, clock = Report("crossover", tmp_path), Clock(5, 60)
+    monkeypatch.setattr(crossover, "running", running)
+    monkeypatch.setattr(crossover, "measure", measure)
+    monkeypatch.setattr(crossover.bench_prefill, "warm_up", lambda *others: None)
+    cells = [Cell(8192, batch, "hit") for batch in (8, 4, 2)]
+    report.add("stock/8k/b8", result_of(8, 0.01, 1.0))
+    crossover.run(capacity.systems_of(LLAMA, LIMIT)[:1], cells, lambda key: key not in report.results, report, clock, 24, 4)
+    assert measured == ["8k/b4"] and set(report.results) == {"stock/8k/b8", "stock/8k/b4"}
+    assert report.finish() == 1 and report.failures[0].startswith("stock/8k/b2: OutOfTime")
+
+
+def test_a_prompt_without_room_is_a_result():
+    server = SimpleNamespace(setup=LLAMA, system="stock")
+    found = crossover.measure(server, Cell(131072, 4, "cold"), {"freekv": None, "max_total_num_tokens": 131072}, 256, 8, 60)
+    assert found == {"cell": {"context": 131072, "batch": 4, "prefix": "cold"}, "prefix": "no room", "at_once": 0}
+
+
+def test_goodput_by_hand():
+    line = {"itls": [[0.04] * 10, [0.06] * 10, [], [0.01, 0.09, 0.01]], "output_lens": [11, 11, 1, 4], "ttfts": [1.9, 0.1, 2.0, 0.5]}
+    tpots = goodput.tpots_of(line)
+    assert tpots == pytest.approx([0.04, 0.06, 0.0, 0.11 / 3])
+    result = line | {"tpots": tpots, "duration": 8.0}
+    assert goodput.point_of(result, Limits(2.0, 0.05)) == (2 / 8, 2 / 4)  # the second is slow, the third late
+    assert goodput.point_of(result, Limits(2.1, 0.05)) == (3 / 8, 3 / 4)
+
+
+@pytest.mark.parametrize(
+    "points, expected",
+    [
+        ([], False),
+        ([(0.5, 1.0)], False),
+        ([(0.5, 1.0), (1.0, 1.0)], False),
+        ([(0.5, 1.0), (0.5, 1.0)], False),  # as much is not less
+        ([(0.5, 1.0), (0.4, 0.95)], True),
+        ([(0.4, 0.8)], False),
+        ([(0.4, 0.8), (0.9, 0.95), (1.5, 0.89)], True),
+        ([(0.4, 0.95), (0.9, 0.9), (1.5, 0.89)], False),
+        ([(0.0, 0.0), (0.0, 0.0)], True),
+    ],
+)
+def test_when_a_server_is_saturated(points, expected):
+    assert goodput.saturated([Point(*point) for point in points]) == expected
+
+
+def rate_of(rate: float, good: int, run: int = 0) -> dict:
+    """Ten requests in ten seconds, of which so many were within limits."""
+    ttfts = [1.0] * good + [3.0] * (10 - good)
+    figures = dict.fromkeys(("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput", "hit_rate"), 1.0)
+    return {"rate": rate, "ttfts": ttfts, "tpots": [0.01] * 10, "duration": 10.0, "run": run} | figures
+
+
+def ladder(left=lambda key: True, since: int = 0) -> Ladder:
+    return Ladder(QUESTIONS, Limits(2.0, 0.05), (0.5, 1.0, 2.0, 4.0), left, since)
+
+
+def test_a_ladder_goes_on_where_it_was():
+    results = {"stock/0.5": rate_of(0.5, 9), "stock/1": rate_of(1, 10)}
+    assert ladder().next(results, "stock") == 2.0 and ladder().next(results, "freekv") == 0.5
+    assert ladder(left=lambda key: key != "stock/2").next(results, "stock") == 4.0
+    assert ladder().next(results | {"stock/2": rate_of(2, 8)}, "stock") is None  # it fell
+    full = results | {f"stock/{rate:g}": rate_of(rate, 10) for rate in (2.0, 4.0)}
+    assert ladder().next(full, "stock") is None
+    assert ladder(since=1).next(full, "stock") == 0.5
+    assert ladder(since=1).next(full | {"stock/0.5": rate_of(0.5, 9, run=1)}, "stock") == 1.0
+
+
+def test_a_goodput_that_is_there_starts_no_server(tmp_path):
+    report = Report("goodput", tmp_path)
+    for system in goodput.SYSTEMS:
+        report.add(f"{system}/0.5", rate_of(0.5, 9))
+        report.add(f"{system}/1", rate_of(1, 8))
+    with mock.patch.object(goodput, "running", no_server):
+        goodput.run(SimpleNamespace(setup=LLAMA, directory=tmp_path), goodput.SYSTEMS, ladder(), report, Clock(5, 60))
+        assert not report.failures
+        del report.results["stock/1"]
+        goodput.run(SimpleNamespace(setup=LLAMA, directory=tmp_path), goodput.SYSTEMS, ladder(), report, Clock(5, 60))
+    assert [failure.split(":")[0] for failure in report.failures] == ["server stock"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_climbs_until_it_is_saturated_or_fails(fails, tmp_path, monkeypatch):
+    @contextmanager
+    def running(*arguments):
+        yield SimpleNamespace(facts=dict, set_load=lambda load: None)
+
+    def measure(client, server, questions, rate):
+        if fails and rate == 1.0:
+            raise RuntimeError("a request failed")
+        return rate_of(rate, {0.5: 9, 1.0: 10, 2.0: 6}[rate])
+
+    report = Report("goodput", tmp_path)
+    for name, stand_in in (("running", running), ("measure", measure), ("warm", lambda *arguments: [])):
+        monkeypatch.setattr(goodput, name, stand_in)
+    goodput.run(SimpleNamespace(setup=LLAMA, directory=tmp_path), ["freekv"], ladder(), report, Clock(5, 60))
+    assert list(report.results) == (["freekv/0.5"] if fails else ["freekv/0.5", "freekv/1", "freekv/2"])
+    assert report.finish() == int(fails) and report.results["freekv/0.5"]["goodput"] == 0.9
+
+
+def test_the_table_of_goodputs():
+    results = {"freekv/1": rate_of(1, 6), "freekv/0.5": rate_of(0.5, 9), "stock/0.5": rate_of(0.5, 3)}
+    *_, first, second, last = (shown := goodput.goodputs(results, Limits(2.0, 0.05))).splitlines()
+    assert first.split()[:4] == ["freekv", "0.5", "0.9", "0.9"] and second.split()[:4] == ["freekv", "1", "0.6", "0.6"]
+    assert last == "best goodput, requests per second: stock 0.3, freekv 0.9; freekv / stock 3" and shown.count("\n") == 4
+    assert goodput.goodputs({}, Limits(2.0, 0.05)).endswith("requests per second: none")
+
+
+def test_a_rate_is_offered_for_seconds():
+    assert [QUESTIONS.per_group(rate) for rate in (0.1, 0.5, 2, 4, 16)] == [1, 3, 12, 24, 24]
+
+
+def test_questions_are_about_documents_of_one_length():
+    from bench_load import SHARED, TextSetup, command_of
+
+    flags = command_of(f"{SHARED}/2", TextSetup("llama-3.1-8b"), QUESTIONS.flags(12, 512, 256))
+    said = dict(zip(flags, flags[1:]))
+    wanted = {"--num-prompts": 48, "--gsp-num-groups": 4, "--gsp-prompts-per-group": 12, "--gsp-system-prompt-len": 32768}
+    assert wanted.items() <= {name: int(said[name]) for name in wanted}.items() and said["--request-rate"] == "2"
+    assert (said["--gsp-question-len"], said["--gsp-output-len"], said["--gsp-range-ratio"]) == ("512", "256", "0.999")
+
+
+@pytest.mark.parametrize("module, name", [(crossover, "paper-crossover-llama-3.1-8b"), (goodput, "paper-goodput-llama-3.1-8b")])
+def test_tables_come_from_the_json_alone(module, name, tmp_path, monkeypatch, capsys):
+    results = {"stock/0.5": rate_of(0.5, 9)} if module is goodput else {"stock/8k/b4": result_of(4, 0.01, 1.0)}
+    (tmp_path / f"{name}.json").write_text(json.dumps({"runs": [{}], "results": results}))
+    monkeypatch.setattr(sys, "argv", ["x", "--tables", "--out", str(tmp_path)])
+    with mock.patch.object(module, "running", no_server):
+        assert module.main() == 0
+    assert next(iter(results)).split("/", 1)[1] in capsys.readouterr().out
