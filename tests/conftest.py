@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import pkgutil
+import sys
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,12 +14,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from sglang_freekv import kernels
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def modules_with_kernels():
+    """Names of all of ours that declare some, the benchmarks' too, whichever test imports them first."""
+    for directory, prefix in ((ROOT / "kernels", "sglang_freekv.kernels."), (ROOT / "benchmarks", "")):
+        for path in sorted(directory.rglob("*.py")):
+            if "@triton.jit" in path.read_text():
+                yield prefix + ".".join(path.relative_to(directory).with_suffix("").parts)
+
 
 if not torch.cuda.is_available():  # what is declared now runs under Triton's interpreter; servers started later know nothing of it
+    sys.path.append(str(ROOT / "benchmarks"))
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-        for module in pkgutil.iter_modules(kernels.__path__):
-            import_module(f"{kernels.__name__}.{module.name}")
+        for name in modules_with_kernels():
+            import_module(name)
         import_module("triton.experimental.gluon.language")  # the interpreter does so at its first launch
 
 from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -23,10 +22,9 @@ from sglang_freekv.memory_pool.transfer import InlineStream
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
-    import replay_kernels
 
 import replay  # noqa: E402
+import replay_kernels  # noqa: E402
 import replay_load  # noqa: E402
 from replay import Controls, Replay, replayed  # noqa: E402
 from replay_load import Load  # noqa: E402

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +15,12 @@ PAPER = Path(__file__).resolve().parent.parent / "benchmarks" / "paper"
 sys.path.insert(0, str(PAPER.parent))
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
-    from paper.methods.rebuild import rebuild_keys, reference_rebuild  # noqa: E402
-
 from paper import ablation, latency  # noqa: E402
 from paper.decoder import TINY, Decoder, Shape  # noqa: E402
 from paper.method import Work  # noqa: E402
 from paper.methods import METHODS  # noqa: E402
 from paper.methods.published import recall_slices  # noqa: E402
+from paper.methods.rebuild import rebuild_keys, reference_rebuild  # noqa: E402
 from paper.parts import parts_of  # noqa: E402
 from paper.pools import Pools  # noqa: E402
 from paper.scenarios import Scenario, line  # noqa: E402
