@@ -59,7 +59,9 @@ def test_every_call_and_worker_has_its_own_data():
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_muon_is_torch_muon():
+def test_muon_is_torch_muon(monkeypatch):
+    monkeypatch.setattr(optimizers, "PRECISION", torch.float32)  # bfloat16's rounding is the processor's, and hides small faults
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.to(torch.float32, copy=True))
     ours, theirs = tiny_network(), tiny_network()
     matrices = [[p for p in model.layers.parameters() if p.dim() == 2] for model in (ours, theirs)]
     muons = [
@@ -74,8 +76,8 @@ def test_muon_is_torch_muon():
         for muon in muons:
             muon.step()
     for start, left, right in zip(tiny_network().layers.parameters(), ours.layers.parameters(), theirs.layers.parameters()):
-        if start.dim() == 2:  # to the rounding of bfloat16
-            assert (left - right).norm() < 0.03 * (right - start).norm() > 0
+        if start.dim() == 2:
+            assert (left - right).norm() < 1e-4 * (right - start).norm() > 0
 
 
 @pytest.mark.parametrize("optimizer", ("muon", "adamw"))

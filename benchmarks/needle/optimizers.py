@@ -7,12 +7,13 @@ from network import Network
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration that torch.optim.Muon uses
 ITERATIONS = 5
+PRECISION = torch.bfloat16
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """``[count, rows, columns]`` with all singular values moved close to one; rows <= columns."""
     first, second, third = COEFFICIENTS
-    result = matrices.to(torch.bfloat16)
+    result = matrices.to(PRECISION)
     result = result / result.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = result @ result.mT
