@@ -4,7 +4,8 @@ more option.
     python tests/faulty_server.py --damage damage.json --model-path MODEL --kv-retrieval freekv
 
 The file holds ``{"layer": retrieval layer, "head": kv head, "pages": [host page, ...], "rank": rank}``; that rank turns one bit of each of
-those units, and the file goes. With ``"graph_delay": cycles`` each decode graph from then on begins so many cycles of the GPU late.
+those units, and the file goes. An idle server looks for it only with ``"swept": true``: otherwise who asks would race with it. With
+``"graph_delay": cycles`` each decode graph from then on begins so many cycles of the GPU late.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ def run_scheduler(path: Path, *args, **kwargs):
 
     from sglang_freekv.memory_pool import store
     from sglang_freekv.retrieval import Retrieval
+    from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
-    build, prepare_replay, delay = store.Store.build, Retrieval.prepare_replay, [0]
+    build, prepare_replay, sweep = store.Store.build, Retrieval.prepare_replay, Quarantine.sweep
+    delay, swept = [0], [False]
 
     def prepare_and_delay(retrieval: Retrieval, fills_page: bool) -> None:
         prepare_replay(retrieval, fills_page)
         if delay[0]:
             torch.cuda._sleep(delay[0])
+
+    def sweep_if_wanted(quarantine: Quarantine, host_pages: torch.Tensor) -> torch.Tensor:
+        return sweep(quarantine, host_pages) if swept[0] else host_pages
 
     def watch(built: store.Store) -> None:
         while True:
@@ -41,6 +47,7 @@ def run_scheduler(path: Path, *args, **kwargs):
                 damage = json.loads(path.read_text())
                 if damage["rank"] != torch.distributed.get_rank():
                     continue
+                swept[0] = damage.get("swept", swept[0])
                 for page in damage["pages"]:
                     unit = built.host.layers[damage["layer"]][page, damage["head"]]
                     unit[1, 3].view(torch.int32)[2] ^= 1 << 30  # of an exponent
@@ -52,7 +59,7 @@ def run_scheduler(path: Path, *args, **kwargs):
         threading.Thread(target=watch, args=(built,), daemon=True).start()
         return built
 
-    store.Store.build, Retrieval.prepare_replay = build_and_watch, prepare_and_delay
+    store.Store.build, Retrieval.prepare_replay, Quarantine.sweep = build_and_watch, prepare_and_delay, sweep_if_wanted
     return run_scheduler_process(*args, **kwargs)
 
 

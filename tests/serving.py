@@ -89,13 +89,14 @@ class FaultyServer(TestServer):
         self.damage_file = log.parent / "damage.json"
         super().__init__({"--damage": self.damage_file} | flags, log)
 
-    def damage(self, layer: int, head: int, *pages: int, rank: int = 0) -> None:
+    def damage(self, layer: int, head: int, *pages: int, rank: int = 0, swept: bool = False) -> None:
         """Turn a bit of one unit of each host page, and wait until that is done.
 
         Args:
             layer: of the model; layer 0 is dense, the others are retrieval layers.
+            swept: whether the server looks for it when it is idle, from now on.
         """
-        self._say({"layer": layer - 1, "head": head, "pages": pages, "rank": rank})
+        self._say({"layer": layer - 1, "head": head, "pages": pages, "rank": rank, "swept": swept})
 
     def delay_graphs(self, cycles: int) -> None:
         """Have every decode graph begin late, so that what the host launches behind it waits; two cycles of an H200 take a nanosecond."""

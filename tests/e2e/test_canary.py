@@ -177,7 +177,7 @@ def test_a_prompt_in_chunks_ends_at_the_next_one(server, prompts, expected):
 def test_an_idle_server_finds_it_before_anybody_asks(server, prompts, expected):
     server.generate(prompts[0], 1)
     before = server.state()["canary"]
-    server.damage(LAYER, HEAD, 9)
+    server.damage(LAYER, HEAD, 9, swept=True)
     deadline = time.monotonic() + 30
     while server.state()["canary"]["faults"] == before["faults"]:
         assert time.monotonic() < deadline, "no sweep has found the page"

@@ -100,7 +100,7 @@ def test_an_idle_server_finds_it_before_anybody_asks(server, questions):
     server.flush()
     server.generate(questions[0].token_ids, 1)
     before, deadline = server.state()["canary"], time.monotonic() + 30
-    server.damage(LAYER, HEAD, 30)
+    server.damage(LAYER, HEAD, 30, swept=True)
     while server.state()["canary"]["pages_swept"] < before["pages_swept"] + 256:
         assert time.monotonic() < deadline, "no sweep"
         time.sleep(0.2)
