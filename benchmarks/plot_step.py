@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from html import escape
 from pathlib import Path
 
@@ -75,7 +75,9 @@ def picture(kernels: list[list]) -> str:
 
 
 def main() -> None:
-    for path in map(Path, sys.argv[1:]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=Path, nargs="+", metavar="STEP.json", help="the picture goes beside it")
+    for path in parser.parse_args().steps:
         path.with_suffix(".svg").write_text(picture(json.loads(path.read_text())["kernels"]))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from typing import NamedTuple
 
@@ -140,4 +141,5 @@ def calibrate(selected: int = 32) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     calibrate()

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [path for path in (str(Path(__file__).parent),) if path not in sys.path]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
 
 import summarise  # noqa: E402
 from fitting import Fitting  # noqa: E402

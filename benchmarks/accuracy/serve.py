@@ -18,7 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
-sys.path[:0] = [path for path in (str(Path(__file__).parent),) if path not in sys.path]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
 
 import summarise  # noqa: E402
 from grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score  # noqa: E402

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in (str(HERE),) if path not in sys.path]
+sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
 
 from plots import pictures  # noqa: E402
 from rows import Comparison, Rows  # noqa: E402
