@@ -10,6 +10,7 @@ import triton.language as tl
 
 PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
 PROGRAMS_OF_A_FEW = 1056  # where most have nothing to do, the others should not take long
+MOST_SPLITS = 64  # of one kv head: a warp merges them, and holds all
 
 
 def attend_pages(
@@ -35,7 +36,7 @@ def attend_pages(
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
     splits, splits_of_a_few = (
-        max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t)))
+        max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t), MOST_SPLITS))
         for programs in (PROGRAMS, PROGRAMS_OF_A_FEW)
     )
     stride = splits if turned is None else max(splits, splits_of_a_few)

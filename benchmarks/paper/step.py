@@ -66,7 +66,8 @@ class Step:
             with torch.cuda.graph(graph, stream=side):
                 self._step()
         except Exception as error:  # a capture that is broken off leaves the allocator unfit for any other
-            raise SystemExit(f"no step of {type(self.method).__name__} was captured; run the others with --skip: {error!r}") from error
+            cause = error.__context__ or error  # of what was launched, before the capture's own end failed for it
+            raise SystemExit(f"no step of {type(self.method).__name__} was captured; run the others with --skip: {cause!r}") from error
         return graph
 
 

@@ -42,7 +42,7 @@ class InfiniGen(Window):
         """Tokens ``chosen [B * H * K]`` of the host's to ``slots``."""
         units = [rows.unsqueeze(1) for rows in self.pools.store.cache.layers[layer].token_rows]
         self.missing.host_pages[:] = chosen
-        self.missing.length[0] = len(chosen)
+        self.missing.length[:1] = len(chosen)
         self.recall(self.pools.host_units(layer, 1), self.missing, *units, PROGRAMS)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class ShadowKV(Window):
 
         def fetch() -> None:
             self.missing.host_pages[: self.count] = chosen[..., : self.fetched].flatten()
-            self.missing.length[0] = self.count
+            self.missing.length[:1] = self.count
             self.recall(pools.host_units(layer, CHUNK // 2), self.missing, *units, programs_ahead(len(q)))
 
         on_the_way = self.stream.submit(fetch)
