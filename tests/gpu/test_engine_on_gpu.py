@@ -15,7 +15,7 @@ from engine import CONFIGS, DIM, LAYERS, Engine, Request, expected_step
 
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.kernels import reference
-from sglang_freekv.kernels.extend import FlashInferExtend
+from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
 from sglang_freekv.retrieval import Scheduled
@@ -254,12 +254,13 @@ def _newcomers(stream=cuda_stream, generator=None, broken=None) -> torch.Tensor:
     return torch.cat([output.flatten() for output in told])
 
 
-def test_prefixes_come_beside_a_graph():
+def _looks_beside_graphs() -> tuple[list[bool], list[bool], list[bool]]:
+    """Of four newcomers behind a late graph each: whether their prefixes arrived, whether the graph ran on, and whether it fills a page."""
     engine = ScheduledEngine(cuda_stream, None)
     row = min({*range(1, 8)} - {request.row for request in engine.requests})
-    arrived, running = [], []
-    for _ in range(4):  # of which one fills no page
-        engine.hit(engine.requests[0], row)  # compiles
+    arrived, running, fills = [], [], []
+    for _ in range(4):
+        engine.hit(engine.requests[0], row)
         torch.cuda.synchronize()
         sleep, prepared = torch.cuda._sleep, engine.retrieval.prepare_replay
 
@@ -283,14 +284,33 @@ def test_prefixes_come_beside_a_graph():
         torch.cuda.synchronize()
         arrived.append(seen[0])
         running.append(not seen[1])
+        fills.append(any(request.tokens % engine.config.page_size == 0 for request in engine.requests))
+    return arrived, running, fills
+
+
+def test_prefixes_come_beside_a_graph():
+    _looks_beside_graphs()  # loads kernels and pins memory, for which the driver has the host wait
+    arrived, running, fills = _looks_beside_graphs()
     assert running == [True] * 4, "the host waited for the device"
-    fills = [any((request.tokens - back) % 4 == 0 for request in engine.requests) for back in (3, 2, 1, 0)]
     assert arrived == [not fill for fill in fills] and any(arrived) and not all(arrived)
+
+
+class LateAttention(ReferenceExtend):
+    """Attends long after a layer's context is there: the host is ahead by a graph."""
+
+    def __call__(self, *args) -> torch.Tensor:
+        torch.cuda._sleep(100_000_000)
+        return super().__call__(*args)
+
+
+def _attending_late(engine) -> None:
+    engine.retrieval.extend_attention = LateAttention()
 
 
 def test_prefixes_beside_a_graph_are_those_behind_it():
     expected = _newcomers(broken=lambda engine: setattr(engine.retrieval.transfers, "mark", lambda: None))
     assert torch.equal(_newcomers(), expected)
+    assert torch.equal(_newcomers(broken=_attending_late), expected)
     for seed in range(RUNS // 4):
         assert torch.equal(_newcomers(delayed_streams(seed), random.Random(seed)), expected), f"run {seed} differs"
 
@@ -308,6 +328,7 @@ def _by_the_rows_of_the_pass(engine) -> None:
 
 def _without_waiting_for_the_pass_before_the_graph(engine) -> None:
     """A context buffer is overwritten that an extend before the graph still computes on."""
+    _attending_late(engine)
     staging, begin = engine.retrieval.store.staging, engine.retrieval.store.staging.begin
     staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[1:])
 
