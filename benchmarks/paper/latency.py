@@ -9,6 +9,7 @@ Steps are timed at a few lengths of context and joined by straight lines; an ans
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -165,6 +166,7 @@ def main() -> int:
     add_settings(parser, host_tokens=1 << 17)
     options = parser.parse_args()
     shape = TINY if options.shape == "tiny" else Shape.of(options.shape)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     report = Report(f"paper-latency-{shape.name}", options.out)
     if not options.tables:
         measure(shape, options, chosen(options), report)

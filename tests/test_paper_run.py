@@ -1,0 +1,103 @@
+"""The driver of all figures: GPUs work side by side, each on one job at a time, and what fails or is late costs the others nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from clock import Clock  # noqa: E402
+from paper import run  # noqa: E402
+
+NOTE = """
+import os, pathlib, sys, time
+begun = time.monotonic()
+time.sleep(0.4)
+pathlib.Path(sys.argv[1]).write_text(f"{os.environ['CUDA_VISIBLE_DEVICES']} {begun} {time.monotonic()}")
+"""
+
+
+@dataclass(frozen=True)
+class Fake(run.Job):
+    """Runs ``program`` with the path of a file of its own."""
+
+    program: str = NOTE
+
+    def command(self, out: Path, minutes: float) -> list[str]:
+        return [sys.executable, "-c", self.program, str(out / self.name)]
+
+
+def jobs(*programs: str) -> list[Fake]:
+    return [Fake("figure", str(number), program) for number, program in enumerate(programs)]
+
+
+def test_gpus_work_side_by_side_on_a_job_each(tmp_path):
+    lanes = run.Lanes(jobs(*[NOTE] * 5), tmp_path / "new", Clock(60))
+    assert lanes.run(["2", "GPU-5"]) == []
+    spans: dict[str, list] = {}
+    for path in (tmp_path / "new").glob("figure-*"):
+        gpu, *span = path.read_text().split()
+        spans.setdefault(gpu, []).append(tuple(map(float, span)))
+    assert sorted(map(len, spans.values())) == [2, 3] and set(spans) == {"2", "GPU-5"}
+    for mine in map(sorted, spans.values()):
+        assert all(end <= begin for (_, end), (begin, _) in zip(mine, mine[1:])), "two jobs shared a GPU"
+    (first, *_), (second, *_) = map(sorted, spans.values())
+    assert max(first[0], second[0]) < min(first[1], second[1]), "one GPU waited for the other"
+
+
+def test_what_fails_is_told_and_the_others_go_on(tmp_path):
+    (failure,) = run.Lanes(jobs("print('why'); raise SystemExit(3)", NOTE), tmp_path, Clock(60)).run(["0"])
+    assert failure == f"figure-0: status 3; see {tmp_path / 'paper-figure-0.log'}"
+    assert "why" in (tmp_path / "paper-figure-0.log").read_text() and (tmp_path / "figure-1").exists()
+
+
+def test_nothing_is_begun_that_has_no_time_left(tmp_path):
+    assert run.Lanes(jobs(NOTE, NOTE), tmp_path, Clock(1)).run(["0", "1"]) == ["figure-0: not begun", "figure-1: not begun"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("deaf", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "], ids=["asked", "killed"])
+def test_a_job_that_does_not_end_is_ended(tmp_path, monkeypatch, deaf):
+    monkeypatch.setattr(run, "LEAST_S", 0)
+    monkeypatch.setattr(run, "GRACE_S", 1)
+    started = time.monotonic()
+    first, second = run.Lanes(jobs(f"{deaf}import time; time.sleep(60)", NOTE), tmp_path, Clock(1 / 60)).run(["0"])
+    assert first.startswith(f"figure-0: status {-signal.SIGKILL if deaf else -signal.SIGTERM};") and second == "figure-1: not begun"
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_runs_and_begins_nothing(tmp_path, number):
+    def send() -> None:
+        while not (tmp_path / "paper-figure-1.log").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    sleeping = "import time; time.sleep(60)"
+    handler, started = signal.getsignal(number), time.monotonic()
+    threading.Thread(target=send).start()
+    failures = run.Lanes(jobs(sleeping, sleeping, NOTE), tmp_path, Clock(60)).run(["0", "1"])
+    assert sorted(failures)[:2] == [f"figure-{n}: status -15; see {tmp_path / f'paper-figure-{n}.log'}" for n in (0, 1)]
+    assert sorted(failures)[2] == "figure-2: not begun" and time.monotonic() - started < 20
+    assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize("job", run.JOBS, ids=lambda job: job.name)
+def test_every_job_is_understood(tmp_path, job):
+    _, script, *words = job.command(tmp_path, 10)
+    with mock.patch.object(sys, "argv", [script, *words, "--tables"]):
+        assert import_module(f"paper.{job.figure}").main() == 0
+
+
+def test_no_two_jobs_write_a_file():
+    assert len({job.name for job in run.JOBS}) == len(run.JOBS)
