@@ -80,7 +80,7 @@ def main(description: str = __doc__, only: list[str] | None = None) -> int:
             with decode.part(f"server {system}"):
                 with running(setup, system, Path(scratch), min(300, clock.left(60))) as server:
                     run_parts(server, chosen(options), clock, prefill, decode, settings)
-            keep_log(Path(scratch) / f"{system}.log", options.out)
+            keep_log(Path(scratch) / f"{system}.log", decode.path, system)
     prefill.finish()
     return decode.finish(bench_prefill.ratios(prefill.results), bench_decode.ratios(decode.results)) or bool(prefill.failures)
 

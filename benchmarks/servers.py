@@ -141,11 +141,12 @@ class BenchServer(Server):
         return self.tail() if "Traceback (most recent call last)" in log or "memory leak" in log.lower() else None
 
 
-def keep_log(log: Path, out: Path) -> None:
-    """The end of a server's log beside the results."""
+def keep_log(log: Path, results: Path, system: str) -> None:
+    """The end of a server's log beside its results, under their name and its own."""
     if log.exists():
-        (out / f"{log.stem}.log").write_text("\n".join(log.read_text(errors="replace").splitlines()[-400:]) + "\n")
-        say(f"the end of its log: {out / log.name}")
+        kept = results.with_name(f"{results.stem}-{system}.log")
+        kept.write_text("\n".join(log.read_text(errors="replace").splitlines()[-400:]) + "\n")
+        say(f"the end of its log: {kept}")
 
 
 def random_prompt(setup: Setup, tokens: int, seed: int) -> list[int]:

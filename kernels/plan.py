@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_freekv.config import PageBudget
+from sglang_freekv.config import MOST_SLOTS, PageBudget
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
@@ -34,7 +34,7 @@ def plan_pages(
     The units in ``misses`` are in any order; those beyond its capacity are lost, though ``misses.length`` counts them.
     """
     num_requests, num_pages = page_table.shape
-    assert slot_pages.shape[2] < 1 << 15 and attended.shape[2] < 1 << 15  # two counts share a word
+    assert max(slot_pages.shape[2], attended.shape[2]) <= MOST_SLOTS
     num_kv_heads = slot_pages.shape[1]
     notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
     compiled = compiled_for(logits, slot_pages, attended, budget, page_size, pooling)

@@ -59,10 +59,10 @@ def plan_of(options: argparse.Namespace, machine: Machine) -> Plan | Finding:
     if sys.stderr.isatty():
         print("importing SGLang, which takes some seconds", file=sys.stderr, flush=True)
     with quiet():
-        from sglang_freekv.scheduler_patch import arguments
+        from sglang_freekv.scheduler_patch.options import Options, config_from
     flags = {name: value for name, value in vars(options).items() if name.startswith("freekv_")}
-    asked = arguments.Options(kv_retrieval="freekv", **flags)
-    config = arguments.config_from(asked, options.page_size or DEFAULT_PAGE_SIZE)
+    asked = Options(kv_retrieval="freekv", **flags)
+    config = config_from(asked, options.page_size or DEFAULT_PAGE_SIZE)
     context_len = model.max_context if options.context_length is None else options.context_length
     try:
         served.refuse_model(model, context_len)

@@ -89,9 +89,10 @@ class Sizing:
         left = device_bytes - self.staging_bytes - tokens * self.device_bytes_per_token
         rows = int(left // self.row_bytes) - 1
         if rows < 1:
+            flag = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache"
             raise Refusal(
-                f"--freekv-budget {self.config.budget_tokens}: one request takes {self.row_bytes / GIB:.2f} GiB of device memory and "
+                f"--freekv-{flag} {self.config.cache_tokens}: one request takes {self.row_bytes / GIB:.2f} GiB of device memory and "
                 f"two must fit, but {max(left, 0) / GIB:.2f} GiB are left beside {self.staging_bytes / GIB:.2f} GiB of prefix staging; "
-                "lower --freekv-budget or --context-length, or raise --mem-fraction-static"
+                f"lower --freekv-{flag} or --context-length, or raise --mem-fraction-static"
             )
         return rows

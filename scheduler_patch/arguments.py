@@ -1,4 +1,4 @@
-"""The options of KV retrieval: how they are typed, what they default to, and how they travel with ServerArgs."""
+"""The options of KV retrieval on their way through ServerArgs: typed, refused, filled in, and handed to the schedulers."""
 
 from __future__ import annotations
 
@@ -6,143 +6,20 @@ import argparse
 import logging
 import sys
 from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import (
-    BACKEND_NAME,
-    CANARIES,
-    DEFAULT_PAGE_SIZE,
-    DIGESTS,
-    GIB,
-    HOST_LAYOUTS,
-    METHODS,
-    POOLINGS,
-    RECALLS,
-    FreeKVConfig,
-    Refusal,
-)
+from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.scheduler_patch import cpu, refusals
+from sglang_freekv.scheduler_patch.options import ABOUT, FLAGS, NAMES, Options, config_from, whole_tokens
 from sglang_freekv.scheduler_patch.refusals import typed
 
 logger = logging.getLogger(__name__)
 
-DEFAULTS = FreeKVConfig()
-
-ABOUT = (
-    "Keep the KV cache of every request in host memory and a fixed budget per request on the device; each decode step attends "
-    "to sink + retrieved + window tokens. Token counts are multiples of --page-size, which becomes "
-    f"{DEFAULT_PAGE_SIZE} unless given. A context that fits the budget is exact."
-)
-FLAGS = {
-    "kv_retrieval": {
-        "choices": ("none", *METHODS),
-        "help": "KV retrieval method. Default: none, SGLang as it is. freekv selects pages a step ahead and recalls them beside the "
-        "computation. quest and arkvale select with the query of every step, which waits for what it recalls; to be measured against. The "
-        "--freekv-* flags need one of these.",
-    },
-    "freekv_budget": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": f"Tokens of KV that one decode step reads per request and kv head. Default: {DEFAULTS.budget_tokens}. "
-        "Raise it for accuracy; lower it for more concurrent requests and fewer bytes recalled.",
-    },
-    "freekv_sink": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget "
-        "if that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
-    },
-    "freekv_window": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget "
-        "if that is less, in whole pages, at least two. Raise it for long generation.",
-    },
-    "freekv_tau": {
-        "type": float,
-        "metavar": "COSINE",
-        "help": "A kv head whose query is less similar than this to that of the step before selects and recalls before it "
-        f"attends, not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, "
-        "below -1 never. quest and arkvale have none: there it is always so.",
-    },
-    "freekv_digest": {
-        "choices": DIGESTS,
-        "help": "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max, of the FreeKV and "
-        "Quest papers, is a box that holds the keys of the page; cuboid-mean one that is as wide as keys are from its centre in the mean, "
-        "and finds more; two-bit is that of min-max with two bits for each dimension of each key besides, and finds single tokens, with "
-        "--page-size 8 best. It takes more device memory, and more of each step.",
-    },
-    "freekv_pooling": {
-        "choices": POOLINGS,
-        "help": "What a kv head selects pages by, of the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
-        "mean with arkvale. softmax-mean: the mean of their softmax over the pages. mean, max: of the scores as they are; max lets a "
-        "single query head that looks for a single token have it.",
-    },
-    "freekv_device_cache": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. What one step "
-        "attends to is still the budget; pages beyond it need no recall when they are selected again. Raise it if /metrics shows "
-        "many misses and device memory allows: every request takes that much more.",
-    },
-    "freekv_dense_layers": {
-        "nargs": "+",
-        "metavar": "LAYERS",
-        "help": "Comma-separated numbers, from 0, of layers that are not compressed: their KV stays on the device in full. "
-        "Default: 0. 'none' compresses every layer. Add layers if accuracy suffers and device memory allows.",
-    },
-    "freekv_host_memory": {
-        "type": float,
-        "metavar": "GIB",
-        "help": "Host memory for the KV of one rank in GiB; it bounds the tokens that can be cached. Default: "
-        f"{host_memory.SHARE['cuda']:.0%}% of what this machine, its cgroup and `ulimit -v` leave, over the ranks on this machine "
-        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory, and pages are taken as they are written: "
-        "name it for each of several servers on one machine).",
-    },
-    "freekv_recall": {
-        "choices": RECALLS,
-        "help": f"How missing pages come from the host. Default: {DEFAULTS.recall}, read by the device's own kernels inside the decode "
-        "graph. copy-engine: the paper's streamed copies, one for each page and kv head, without a decode graph; to be measured against.",
-    },
-    "freekv_host_layout": {
-        "choices": HOST_LAYOUTS,
-        "help": f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}, a kv head's keys and values in one piece. nhd: "
-        "as on the device, so that recall reads single token rows; to be measured against.",
-    },
-    "freekv_canary": {
-        "choices": tuple(CANARIES),
-        "help": f"Compare KV that comes back from host memory with a checksum made when it left the device. Default: {DEFAULTS.canary}. "
-        "sample: one unit of sixteen. full: every unit, and all pages in turn while the server is idle. A request whose KV changed ends "
-        "with an error that names the page, and the prefix cache forgets that page; all others go on.",
-    },
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user typed; None where nothing was."""
-
-    kv_retrieval: str | None = None
-    freekv_budget: int | None = None
-    freekv_sink: int | None = None
-    freekv_window: int | None = None
-    freekv_tau: float | None = None
-    freekv_digest: str | None = None
-    freekv_pooling: str | None = None
-    freekv_device_cache: int | None = None
-    freekv_dense_layers: Any = None
-    freekv_host_memory: float | None = None
-    freekv_recall: str | None = None
-    freekv_host_layout: str | None = None
-    freekv_canary: str | None = None
-
-
-NAMES = tuple(field.name for field in fields(Options))
 _command_line: ContextVar[Options] = ContextVar("freekv_command_line", default=Options())
 
 
@@ -207,7 +84,7 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
     """Refuses what the options alone tell, fills in what FreeKV needs of SGLang, and readies this process."""
     asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
     asked.device = cpu.usable_device(asked.device)
-    page_size = _tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
+    page_size = whole_tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
     config = config_from(options, page_size)
     refusals.refuse_flags(asked)
     config = _with_host_memory(config, asked)
@@ -220,7 +97,7 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
     if asked.device == "cpu" or config.recall == "copy-engine":  # its copies are issued by a host that has read the list of misses
         if asked.cuda_graph_backend_decode == "full":
             raise Refusal(
-                f"--cuda-graph-backend-decode full: there is no decode graph with --device cpu or --freekv-recall copy-engine; leave it "
+                "--cuda-graph-backend-decode full: there is no decode graph with --device cpu or --freekv-recall copy-engine; leave it "
                 "out, or use --device cuda and --freekv-recall zero-copy"
             )
         kwargs.update(disable_decode_cuda_graph=True)
@@ -245,63 +122,3 @@ def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVCon
         return replace(config, host_memory_gib=share / GIB)
     refusals.refuse_host_memory(config.host_memory_gib, ranks, room)
     return config
-
-
-def config_from(options: Options, page_size: int) -> FreeKVConfig:
-    """FreeKVConfig of what was typed; a sink or window that was not shrinks with the budget."""
-    budget = _tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
-
-    def edge(name: str, default: int, least: int) -> int:
-        page = max(1, page_size)
-        return _tokens(name, getattr(options, name), max(least, min(default, budget // 4) // page) * page)
-
-    return FreeKVConfig(
-        method=options.kv_retrieval,
-        budget_tokens=budget,
-        sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens, 1),
-        window_tokens=edge("freekv_window", DEFAULTS.window_tokens, 2),
-        tau=_number("freekv_tau", options.freekv_tau, None),
-        digest=options.freekv_digest,
-        pooling=options.freekv_pooling,
-        device_cache_tokens=_tokens("freekv_device_cache", options.freekv_device_cache, None),
-        dense_layers=_layers(options.freekv_dense_layers),
-        host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),
-        page_size=page_size,
-        recall=options.freekv_recall or DEFAULTS.recall,
-        host_layout=options.freekv_host_layout or DEFAULTS.host_layout,
-        canary=options.freekv_canary or DEFAULTS.canary,
-    )
-
-
-def _tokens(name: str, value: int | None, default: int | None) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        example = DEFAULTS.budget_tokens if default is None else default
-        raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {example}")
-    return default if value is None else value
-
-
-def _number(name: str, value: float | None, default: float | None) -> float | None:
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise Refusal(f"{typed(name)} {value}: expected a number; use one, or leave it out")
-    try:
-        return default if value is None else float(value)
-    except OverflowError:
-        raise Refusal(f"{typed(name)} {value}: expected a number that a float can hold; use one, or leave it out") from None
-
-
-def _layers(value: Any) -> tuple[int, ...]:
-    """Layer numbers from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``; ``""`` and ``"none"`` are no layer."""
-    if value is None:
-        return DEFAULTS.dense_layers
-    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if [word.lower() for word in words] == ["none"] or not text.strip():
-        return ()
-    if not words:
-        raise Refusal(f"--freekv-dense-layers {text}: expected comma-separated layer numbers or none; use for example 0")
-    try:
-        return tuple(sorted({int(word) for word in words}))
-    except ValueError:
-        raise Refusal(
-            f"--freekv-dense-layers {text}: expected comma-separated layer numbers or none; use for example 0"
-        ) from None

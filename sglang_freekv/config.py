@@ -10,6 +10,7 @@ BACKEND_NAME = "freekv"  # of the attention backend in SGLang
 GIB = 1 << 30
 DIGESTS = ("cuboid-mean", "min-max", "two-bit")
 WORD_TOKENS = 8  # whose codes share a word in a two-bit digest
+MOST_SLOTS = (1 << 15) - 1  # of a request on the device: two counts of them share a word in the plan
 POOLINGS = ("softmax-mean", "mean", "max")
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
@@ -108,6 +109,18 @@ class FreeKVConfig:
                 raise Refusal(
                     f"--freekv-{name} {tokens}: expected a non-negative multiple of --page-size {self.page_size}; "
                     f"use --freekv-{name} {nearest}"
+                )
+        edge = MOST_SLOTS // 4  # so that twice both fit
+        for name, tokens, most in (
+            ("sink", self.sink_tokens, edge),
+            ("window", self.window_tokens, edge),
+            ("budget", self.budget_tokens, MOST_SLOTS),
+            ("device-cache", self.cache_tokens, MOST_SLOTS),
+        ):
+            if tokens > most * self.page_size:
+                raise Refusal(
+                    f"--freekv-{name} {tokens}: expected at most {most} pages of {self.page_size} tokens; "
+                    f"use --freekv-{name} {most * self.page_size}, or a larger --page-size"
                 )
         if self.window_tokens < 2 * self.page_size:
             raise Refusal(

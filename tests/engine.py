@@ -168,6 +168,7 @@ CONFIGS = {
     "slack-min-max": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="min-max"
     ),
+    "roomy": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=192),
     "two-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="two-bit"),
     "max-pooling": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), pooling="max"),
     "two-bit-slack": FreeKVConfig(

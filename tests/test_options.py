@@ -12,8 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_freekv.config import CANARIES, DEFAULT_PAGE_SIZE, DIGESTS, HOST_LAYOUTS, METHODS, POOLINGS, RECALLS, FreeKVConfig, Refusal
-from sglang_freekv.scheduler_patch.arguments import NAMES, Options, add_cli_args, config_from
+from sglang_freekv.config import (
+    CANARIES,
+    DEFAULT_PAGE_SIZE,
+    DIGESTS,
+    HOST_LAYOUTS,
+    METHODS,
+    MOST_SLOTS,
+    POOLINGS,
+    RECALLS,
+    FreeKVConfig,
+    Refusal,
+)
+from sglang_freekv.scheduler_patch.arguments import add_cli_args
+from sglang_freekv.scheduler_patch.options import NAMES, Options, config_from
 from sglang_freekv.scheduler_patch.refusals import typed
 
 whole = st.integers(-64, 9000) | st.integers(-4, 300).map(lambda pages: pages * DEFAULT_PAGE_SIZE) | st.integers()
@@ -117,8 +129,18 @@ def test_a_threshold_for_a_method_that_has_none_is_refused(method, tau):
 
 
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache", "freekv_tau", "freekv_host_memory"])
-def test_numbers_that_no_float_holds_are_refused(option):
-    assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: 10**400 + 1}), DEFAULT_PAGE_SIZE))
+@pytest.mark.parametrize("number", [10**400 + 1, DEFAULT_PAGE_SIZE * 10**400], ids=["odd", "whole pages"])
+def test_numbers_that_no_float_holds_are_refused(option, number):
+    message = refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: number}), DEFAULT_PAGE_SIZE))
+    assert message or option == "freekv_tau"
+
+
+@pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache"])
+def test_more_slots_than_the_plan_counts_are_refused(option):
+    most = MOST_SLOTS * DEFAULT_PAGE_SIZE
+    assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most}), DEFAULT_PAGE_SIZE)) is None
+    message = refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most + DEFAULT_PAGE_SIZE}), DEFAULT_PAGE_SIZE))
+    assert message.startswith(f"{typed(option)} {most + DEFAULT_PAGE_SIZE}: expected at most 32767 pages") and f"use {typed(option)} {most}" in message
 
 
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_tau", "freekv_recall", "freekv_dense_layers"])

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -90,6 +91,51 @@ def test_a_signal_ends_what_runs_and_begins_nothing(tmp_path, number):
     assert sorted(failures)[:2] == [f"figure-{n}: status -15; see {tmp_path / f'paper-figure-{n}.log'}" for n in (0, 1)]
     assert sorted(failures)[2] == "figure-2: not begun" and time.monotonic() - started < 20
     assert signal.getsignal(number) is handler
+
+
+def test_a_signal_ends_what_does_not_listen_and_its_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "GRACE_S", 1)
+    deaf = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(server.pid))
+time.sleep(120)
+"""
+
+    def send() -> None:
+        while not (tmp_path / "figure-0").exists() or not (tmp_path / "figure-0").read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    started = time.monotonic()
+    threading.Thread(target=send).start()
+    (failure,) = run.Lanes(jobs(deaf), tmp_path, Clock(60)).run(["0"])
+    assert failure.startswith("figure-0: status -9;") and time.monotonic() - started < 30
+    server = int((tmp_path / "figure-0").read_text())
+    assert not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_log_that_cannot_be_written_costs_that_job_alone(tmp_path):
+    (tmp_path / "paper-figure-0.log").mkdir()
+    (failure,) = run.Lanes(jobs(NOTE, NOTE), tmp_path, Clock(60)).run(["0"])
+    assert failure.startswith("figure-0: ") and "paper-figure-0.log" in failure and (tmp_path / "figure-1").exists()
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert run.visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
+    assert run.visible_gpus() == ["5", "GPU-6"]
+
+
+def test_a_gpu_that_is_none_is_refused_before_jobs_are_lost_to_it(tmp_path, capsys):
+    with mock.patch.object(sys, "argv", ["run.py", "--gpus", "97", "--out", str(tmp_path)]), pytest.raises(SystemExit) as refused:
+        run.main()
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and "--gpus 97: expected a GPU that PyTorch can use, but " in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("job", run.JOBS, ids=lambda job: job.name)

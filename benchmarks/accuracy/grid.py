@@ -118,7 +118,6 @@ def open_report(half: str, dtype: str, options: argparse.Namespace) -> tuple[Rep
     digest, report = model_digest(options.model), Report(f"{options.name}-{half}", options.out)
     if others := {result["model"] for result in report.results.values()} - {digest}:
         raise ValueError(f"{report.path} is of model {', '.join(sorted(others))}, and this is {digest}: use another --name or --out")
-    report.note(command=report.runs[-1]["command"].replace("benchmarks/", "benchmarks/accuracy/", 1))
     common = {"half": half, "model": digest, "dtype": dtype, "prompts": options.prompts, "seed": options.seed}
     return report, common | {"dense_layers": options.dense_layers}
 

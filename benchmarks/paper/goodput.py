@@ -179,7 +179,7 @@ def run(client: Client, systems: Sequence[str], ladder: Ladder, report: Report, 
         if ladder.next(report.results, system) is not None:
             with report.part(f"server {system}"):
                 climb(client, system, ladder, report, clock)
-            keep_log(client.directory / f"{system}.log", report.path.parent)
+            keep_log(client.directory / f"{system}.log", report.path, system)
 
 
 def rows_of(results: dict, limits: Limits) -> list[tuple[str, float, Point, dict]]:

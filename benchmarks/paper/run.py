@@ -12,22 +12,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE.parent),) if path not in sys.path]
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from clock import Clock, OutOfTime  # noqa: E402
 from report import arguments, chosen, say  # noqa: E402
 
 LEAST_S, GRACE_S = 90, 120  # that a job is begun with, and that it may take beyond its time to stop servers and write
+POLL_S = 0.2
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -64,69 +68,50 @@ class Lanes:
     def __init__(self, jobs: Iterable[Job], out: Path, clock: Clock) -> None:
         self.jobs, self.out, self.clock = list(jobs), out, clock
         self.failures: list[str] = []
-        self._lock, self._running, self._stopped = Lock(), set(), False
+        self._lock, self._stopped = Lock(), Event()
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, gpus: list[str]) -> list[str]:
-        """What failed or was not begun, when all lanes have ended."""
-        with ThreadPoolExecutor(len(gpus)) as pool, self._stopping_on_signals():
+        """What failed or was not begun, when all lanes have ended. A signal has what runs end, and nothing more is begun."""
+        with self._stopping_on_signals(), ThreadPoolExecutor(len(gpus)) as pool:
             list(pool.map(self._lane, gpus))
         return self.failures + [f"{job.name}: not begun" for job in self.jobs]
 
-    def stop(self) -> None:
-        """Ask what runs to end; nothing more is begun."""
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                process.terminate()
-
     def _lane(self, gpu: str) -> None:
-        while (begun := self._begin(gpu)) is not None:
-            job, process, seconds = begun
-            status = self._wait(process, seconds + GRACE_S)
+        while (taken := self._take()) is not None:
+            job, seconds = taken
+            log = self.out / f"paper-{job.name}.log"
+            try:
+                status = self._run(job, gpu, seconds, log)
+            except OSError as error:
+                self.failures.append(f"{job.name}: {error}")
+                continue
             say(f"{job.name} on GPU {gpu} ended with status {status}")
             if status:
-                self.failures.append(f"{job.name}: status {status}; see {self._log(job)}")
+                self.failures.append(f"{job.name}: status {status}; see {log}")
 
-    def _begin(self, gpu: str) -> tuple[Job, subprocess.Popen, float] | None:
-        """The next job, under way; a signal finds it among those that run, or finds it not begun."""
-        with self._lock:
-            try:
-                seconds = self.clock.left(LEAST_S)
-            except OutOfTime:
-                return None
-            if self._stopped or not self.jobs:
-                return None
-            job = self.jobs.pop(0)
-            command = job.command(self.out, seconds / 60)
-            say(f"{job.name} on GPU {gpu}: {' '.join(command[1:])}")
-            with self._log(job).open("w") as log:
-                environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-            self._running.add(process)
-            return job, process, seconds
+    def _take(self) -> tuple[Job, float] | None:
+        """The next job and the seconds that it may take; None if there is none, or no time."""
+        with self._lock, suppress(OutOfTime):
+            seconds = self.clock.left(LEAST_S)
+            if self.jobs and not self._stopped.is_set():
+                return self.jobs.pop(0), seconds
+        return None
 
-    def _wait(self, process: subprocess.Popen, seconds: float) -> int:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                return process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return process.wait()
-        finally:
-            with self._lock:
-                self._running.discard(process)
-
-    def _log(self, job: Job) -> Path:
-        return self.out / f"paper-{job.name}.log"
+    def _run(self, job: Job, gpu: str, seconds: float, log: Path) -> int:
+        command = job.command(self.out, seconds / 60)
+        say(f"{job.name} on GPU {gpu}: {' '.join(command[1:])}")
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+        with log.open("w") as output:  # a session of its own: what is typed at a terminal reaches it through us alone
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        late = time.monotonic() + seconds + GRACE_S
+        while process.poll() is None and not self._stopped.is_set() and time.monotonic() < late:
+            self._stopped.wait(POLL_S)
+        return _end(process)
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """The jobs have sessions of their own, so that what is typed at a terminal does not reach them."""
-        before = {number: signal.signal(number, lambda *_: self.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, lambda *_: self._stopped.set()) for number in SIGNALS}
         try:
             yield
         finally:
@@ -134,18 +119,46 @@ class Lanes:
                 signal.signal(number, handler)
 
 
+def _end(process: subprocess.Popen) -> int:
+    """Ask it to end, if it has not; after a while it is ended, and the servers that it started with it."""
+    process.terminate()
+    try:
+        return process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        with suppress(psutil.NoSuchProcess):
+            for server in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    server.kill()
+        process.kill()
+        return process.wait()
+
+
+def visible_gpus() -> list[str]:
+    """As this process sees them."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(torch.cuda.device_count())] if told is None else [name for name in told.split(",") if name]
+
+
+def unusable(gpu: str) -> str | None:
+    """The last line of why a process has no use of it, asked before jobs are lost to it."""
+    probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    done = subprocess.run(probe, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1] if done.returncode else None
+
+
 def main() -> int:
     parser = arguments(__doc__, "paper-FIGURE-SHAPE", [job.name for job in JOBS])
-    gpus = [str(number) for number in range(torch.cuda.device_count())]
-    parser.add_argument("--gpus", nargs="+", default=gpus, metavar="GPU", help="as CUDA_VISIBLE_DEVICES names them")
+    parser.add_argument("--gpus", nargs="+", default=visible_gpus(), metavar="GPU", help="as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--minutes", type=float, default=90, help="when to stop, with what is measured by then")
     options = parser.parse_args()
-    if not options.gpus or len(set(options.gpus)) < len(options.gpus):
-        parser.error(f"--gpus {' '.join(options.gpus)}: expected at least one, each once; this machine has {len(gpus)}")
-    wanted = chosen(options)
-    jobs = [job for job in JOBS if wanted(job.name)]
+    jobs = [job for job in JOBS if chosen(options)(job.name)]
     if not jobs:
-        parser.error(f"--only {' '.join(options.only)}: expected one of {', '.join(job.name for job in JOBS)}")
+        parser.error(f"--only, --skip: nothing is left of {', '.join(job.name for job in JOBS)}; name one of these")
+    if not options.gpus or len(set(options.gpus)) < len(options.gpus):
+        parser.error(f"--gpus {' '.join(options.gpus)}: expected at least one, each once; this machine shows {len(visible_gpus())}")
+    for gpu in options.gpus:
+        if why := unusable(gpu):
+            parser.error(f"--gpus {gpu}: expected a GPU that PyTorch can use, but {why}; leave it out")
     failures = Lanes(jobs, options.out, Clock(options.minutes)).run(options.gpus)
     for failure in failures:
         print(f"FAILED {failure}")
