@@ -160,6 +160,7 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
 
 
 def whole_tokens(name: str, value: int | None, default: int | None) -> int | None:
+    """``value``, or ``default`` where nothing was typed; raises Refusal for what is no whole number."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         example = DEFAULTS.budget_tokens if default is None else default
         raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {example}")
