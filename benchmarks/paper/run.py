@@ -125,11 +125,14 @@ def _end(process: subprocess.Popen) -> int:
     try:
         return process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
+        servers = []
         with suppress(psutil.NoSuchProcess):
-            for server in psutil.Process(process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    server.kill()
+            servers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
+        for server in servers:
+            with suppress(psutil.NoSuchProcess):
+                server.kill()
+        psutil.wait_procs(servers, GRACE_S)  # the next job finds the GPU free
         return process.wait()
 
 
