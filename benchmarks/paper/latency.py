@@ -125,6 +125,7 @@ def tables(report: Report) -> tuple[str, str]:
 
 def measure(shape: Shape, options, wanted, report: Report) -> None:
     """Step after step, on pools that are taken once."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))  # of the gather of infinigen-copies; the others are of a driver beside it
     edge, page, device = options.budget // 4, options.page_size, options.device
     config = FreeKVConfig(budget_tokens=options.budget, sink_tokens=edge, window_tokens=edge, page_size=page)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -166,7 +167,6 @@ def main() -> int:
     add_settings(parser, host_tokens=1 << 17)
     options = parser.parse_args()
     shape = TINY if options.shape == "tiny" else Shape.of(options.shape)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
     report = Report(f"paper-latency-{shape.name}", options.out)
     if not options.tables:
         measure(shape, options, chosen(options), report)
