@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,11 @@ class Lanes:
     def run(self, gpus: list[str]) -> list[str]:
         """What failed or was not begun, when all lanes have ended. A signal has what runs end, and nothing more is begun."""
         with self._stopping_on_signals(), ThreadPoolExecutor(len(gpus)) as pool:
-            list(pool.map(self._lane, gpus))
+            lanes = [pool.submit(self._lane, gpu) for gpu in gpus]
+            while wait(lanes, POLL_S).not_done:  # not one long wait: a signal that another thread is given does not end that
+                pass
+            for lane in lanes:
+                lane.result()
         return self.failures + [f"{job.name}: not begun" for job in self.jobs]
 
     def _lane(self, gpu: str) -> None:
