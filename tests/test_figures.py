@@ -107,15 +107,15 @@ def test_where_freekv_is_slower_comes_first(tmp_path):
 
 def test_a_goodput_stands_beside_its_bound(tmp_path):
     rest = dict.fromkeys(("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput", "hit_rate"), 1.0)
-    rest |= {"limits": {"ttft_s": 2.0, "tpot_s": 0.05}, "request_bytes": {"link_bytes": 5.0, "hbm_bytes": 10.0}, "run": 0, "duration": 2.0}
+    rest |= {"limits": {"ttft_s": 2.0, "tpot_s": 0.05}, "request_bytes": {"link_bytes": 5.0, "hbm_bytes": 10.0}, "run": 0}
     results = {
         f"{system}/{rate:g}": rest | {"rate": rate, "ttfts": [1.0, 1.0, ttft], "tpots": [0.01] * 3}
         for system, ttft in (("stock", 3.0), ("freekv", 1.0))
         for rate in (1.0, 2.0)
     }
     text = SECTIONS["goodput"](write(tmp_path, "goodput", results), tmp_path).markdown
-    assert "| freekv | 1 | 1.5 | 1 |" in text and "| stock | 2 | 1 | 0.6667 |" in text
-    assert "stock 1.00 of at most 2.00 (0.50); freekv 1.50 of at most 2.00 (0.75)" in text
+    assert "| freekv | 1 | 1 | 1 |" in text and "| stock | 2 | 1.333 | 0.6667 |" in text
+    assert "stock 1.33 of at most 2.00 (0.67); freekv 2.00 of at most 2.00 (1.00)" in text
 
 
 def test_the_page_is_that_of_the_results(tmp_path):

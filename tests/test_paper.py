@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from paper.parts import parts_of  # noqa: E402
 from paper.pools import Pools  # noqa: E402
 from paper.scenarios import Scenario, line  # noqa: E402
 from paper.step import Step, measured  # noqa: E402
+from report import Report  # noqa: E402
 
 from sglang_freekv import kernels  # noqa: E402
 from sglang_freekv.config import FreeKVConfig  # noqa: E402
@@ -274,6 +276,24 @@ def test_a_driver_resumes(script, only, expected, tmp_path):
     assert sorted(results) == expected
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0 and " ms\n" not in again.stdout and only[-1].split("/")[-1].strip("*") in again.stdout
+
+
+def test_what_the_host_moves_is_measured_last():
+    options = SimpleNamespace(batches=[1, 8], force=False)
+    prompts, steps = latency.left_of(options, lambda key: True, {"prefill/600": {"settings": {}}, "long-input/b1/full/32768": {"settings": {}}})
+    assert list(prompts) == ["prefill/32768"] and "long-input/b1/full/32768" not in steps
+    by_host = [step[2] in latency.BY_HOST for step in steps.values()]
+    assert by_host == sorted(by_host) and sum(by_host) == 2 * 2 * 9 and len(by_host) == 12 * 2 * 9 - 1
+    assert steps["long-both/b8/freekv/40960"] == ("long-both", 8, "freekv", 40960)
+
+
+def test_the_ablation_takes_pools_once_for_all_that_share_them(tmp_path):
+    options = SimpleNamespace(budget=64, page_size=8, host_tokens=2048, repeats=1, batches=[1], contexts=[512], corrected=0.13, missed=0.21)
+    vars(options).update(device="cpu", minutes=5, force=False, scale=1)
+    report = Report("ablation", tmp_path)
+    with mock.patch.object(ablation, "Pools", side_effect=Pools) as taken:
+        ablation.measure(TINY, options, lambda key: True, report)
+    assert not report.failures and len(report.results) == len(ablation.SYSTEMS) and taken.call_count == 4
 
 
 def test_the_ablation_stacks_one_part_on_the_other():

@@ -128,6 +128,32 @@ def shown(report: Report) -> str:
     return table(("context", "batch", "system", "ms a step", "without copies", "bound", "/ bound", "/ whole"), lines)
 
 
+def measure(shape: Shape, options, wanted, report: Report) -> None:
+    """What is left, system by system; those with the same pools follow each other, because pinning takes time."""
+    settings, left = settings_of(options), {}
+    for (name, system), context, batch in product(SYSTEMS.items(), options.contexts, options.batches):
+        key = f"{context}/b{batch}/{name}"
+        if wanted(key) and not is_there(report.results, key, settings, options.force):
+            left.setdefault(system.config(options.budget, options.page_size), []).append((key, system, context, batch))
+    if not left:
+        return
+    dtype, clock = torch.bfloat16 if options.device == "cuda" else torch.float32, Clock(options.minutes)
+    decoder = Decoder(shape, dtype, options.device)
+    report.note(ceilings=asdict(Ceilings.measure(options.device)))
+    for config, cases in left.items():
+        with report.part(f"{config.host_layout} units, {config.device_cache_tokens} tokens of a row: {len(cases)} steps"):
+            pools = Pools(shape, config, max(options.batches), options.host_tokens, dtype, options.device)
+            for key, system, context, batch in cases:
+                if clock.is_over:
+                    report.failures.append(f"{key}: not reached in {options.minutes:g} minutes; the same command goes on")
+                    continue
+                with report.part(key, quiet=True):
+                    work = Work.of(pools, batch, context, options.corrected, options.missed)
+                    report.add(key, settings | measured(decoder, work, system.build, options.repeats))
+                    say(f"{key}: {report.results[key]['seconds']['median'] * 1e3:.2f} ms")
+            pools.close()
+
+
 def main() -> int:
     names = [f"CONTEXT/bBATCH/{name}" for name in SYSTEMS]
     parser = arguments(__doc__, "paper-ablation-SHAPE", names)
@@ -138,27 +164,9 @@ def main() -> int:
     add_settings(parser, host_tokens=1 << 16)
     options = parser.parse_args()
     shape = TINY if options.shape == "tiny" else Shape.of(options.shape)
-    report, wanted = Report(f"paper-ablation-{shape.name}", options.out), chosen(options)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    clock, settings = Clock(options.minutes), settings_of(options)
+    report = Report(f"paper-ablation-{shape.name}", options.out)
     if not options.tables:
-        decoder = Decoder(shape, dtype, options.device)
-        report.note(ceilings=asdict(Ceilings.measure(options.device)))
-    for name, system in () if options.tables else SYSTEMS.items():
-        keys = {f"{context}/b{batch}/{name}": (context, batch) for context, batch in product(options.contexts, options.batches)}
-        todo = {key: case for key, case in keys.items() if wanted(key) and not is_there(report.results, key, settings, options.force)}
-        if not todo or clock.is_over:
-            report.failures += [f"{key}: not reached in {options.minutes:g} minutes; the same command goes on" for key in todo]
-            continue
-        config = system.config(options.budget, options.page_size)
-        with report.part(name):
-            pools = Pools(shape, config, max(options.batches), options.host_tokens, dtype, options.device)
-            for key, (context, batch) in todo.items():
-                with report.part(key, quiet=True):
-                    work = Work.of(pools, batch, context, options.corrected, options.missed)
-                    report.add(key, settings | measured(decoder, work, system.build, options.repeats))
-                    say(f"{key}: {report.results[key]['seconds']['median'] * 1e3:.2f} ms")
-            pools.close()
+        measure(shape, options, chosen(options), report)
     return report.finish(shown(report))
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from sglang_freekv.config import FreeKVConfig  # noqa: E402
 from timing import Ceilings, time_calls, time_events  # noqa: E402
 
 PREFILL = "prefill"
+BY_HOST = "arkvale-copies", "infinigen-copies"  # the longest to measure, so last, and what others run on the host is over by then
 
 
 class Answer(NamedTuple):
@@ -123,39 +125,48 @@ def tables(report: Report) -> tuple[str, str]:
     return table(head, whole), table(names, split)
 
 
+def left_of(options, wanted, results: dict) -> tuple[dict[str, int], dict[str, tuple]]:
+    """Prompts, and steps as scenario, batch, method and context, that are to be measured yet; by their keys."""
+
+    def left(cases: dict) -> dict:
+        return {key: case for key, case in cases.items() if wanted(key) and not is_there(results, key, settings_of(options), options.force)}
+
+    prompts = {f"{PREFILL}/{prompt}": prompt for prompt in sorted({scenario.prompt for scenario in SCENARIOS.values()})}
+    cells = sorted(product(SCENARIOS, options.batches, METHODS), key=lambda cell: cell[2] in BY_HOST)
+    steps = {f"{name}/b{batch}/{method}/{at}": (name, batch, method, at) for name, batch, method in cells for at in SCENARIOS[name].at}
+    return left(prompts), left(steps)
+
+
+def prefill_seconds(decoder: Decoder, tokens: int, device: str) -> dict:
+    hidden = torch.randn(tokens, decoder.shape.hidden, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
+    return summary((time_events if device == "cuda" else partial(time_calls, device=device))(lambda: decoder.prefill(hidden), repeats=3))
+
+
 def measure(shape: Shape, options, wanted, report: Report) -> None:
-    """Step after step, on pools that are taken once."""
+    """What is left, step after step, on pools that are taken once."""
+    prompts, steps = left_of(options, wanted, report.results)
+    if not prompts and not steps:
+        return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))  # of the gather of infinigen-copies; the others are of a driver beside it
     edge, page, device = options.budget // 4, options.page_size, options.device
     config = FreeKVConfig(budget_tokens=options.budget, sink_tokens=edge, window_tokens=edge, page_size=page)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     decoder, clock, settings = Decoder(shape, dtype, device), Clock(options.minutes), settings_of(options)
     report.note(ceilings=asdict(Ceilings.measure(device)))
-    for prompt in sorted({scenario.prompt for scenario in SCENARIOS.values()}):
-        key = f"{PREFILL}/{prompt}"
-        if wanted(key) and not is_there(report.results, key, settings, options.force):
-            with report.part(key, quiet=True):
-                hidden = torch.randn(max(page, prompt // options.scale), shape.hidden, dtype=dtype, device=device)
-                time = time_events if device == "cuda" else lambda work, repeats: time_calls(work, device, repeats)
-                report.add(key, settings | {"seconds": summary(time(lambda: decoder.prefill(hidden), 3))})
-                del hidden
+    for key, prompt in prompts.items():
+        with report.part(key, quiet=True):
+            report.add(key, settings | {"seconds": prefill_seconds(decoder, max(page, prompt // options.scale), device)})
     pools = Pools(shape, config, max(options.batches), options.host_tokens, dtype, device)
     say(f"{shape.name}: pools and weights are up")
-    for name, batch, method in product(SCENARIOS, options.batches, METHODS):
-        scenario = SCENARIOS[name]
-        for at in scenario.at:
-            key = f"{name}/b{batch}/{method}/{at}"
-            if not wanted(key) or is_there(report.results, key, settings, options.force):
-                continue
-            if clock.is_over:
-                report.failures.append(f"{key} and what follows: not reached in {options.minutes:g} minutes; the same command goes on")
-                pools.close()
-                return
-            with report.part(key, quiet=True):
-                work = Work.of(pools, batch, max(page, at // options.scale), *scenario.load(at))
-                result = measured(decoder, work, METHODS[method], options.repeats)
-                report.add(key, settings | result)
-                say(f"{key}: {result['seconds']['median'] * 1e3:.2f} ms")
+    for key, (name, batch, method, at) in steps.items():
+        if clock.is_over:
+            report.failures.append(f"{key} and what follows: not reached in {options.minutes:g} minutes; the same command goes on")
+            break
+        with report.part(key, quiet=True):
+            work = Work.of(pools, batch, max(page, at // options.scale), *SCENARIOS[name].load(at))
+            result = measured(decoder, work, METHODS[method], options.repeats)
+            report.add(key, settings | result)
+            say(f"{key}: {result['seconds']['median'] * 1e3:.2f} ms")
     pools.close()
 
 

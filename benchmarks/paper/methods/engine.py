@@ -10,7 +10,6 @@ from replay_load import Load
 from sglang_freekv import kernels
 from sglang_freekv.kernels import RECALLED
 from sglang_freekv.kernels.extend import ReferenceExtend
-from sglang_freekv.memory_pool.transfer import make_stream
 from sglang_freekv.retrieval import AHEAD, Recall, Retrieval
 
 
@@ -73,8 +72,8 @@ class Engine:
         controls = Controls(pools.device)
         controls.set(Load(self.corrected, missed, candidates, config.pages.selected))
         policy = replayed(config, controls)
-        policy, streams = Asking(**vars(policy)) if asks else policy, [make_stream(pools.device) for _ in range(2)]
-        arguments = config, policy, pools.store, *streams, work.recall(recall), ReferenceExtend()
+        policy = Asking(**vars(policy)) if asks else policy
+        arguments = config, policy, pools.store, *pools.streams, work.recall(recall), ReferenceExtend()
         self.retrieval = (
             OnTrigger(*arguments, width=requests.table.shape[1], batch=work.batch) if on_trigger else Retrieval(*arguments)
         )

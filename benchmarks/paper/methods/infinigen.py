@@ -6,7 +6,7 @@ import torch
 from paper.method import Traffic, Work
 
 from sglang_freekv.kernels import Misses
-from sglang_freekv.memory_pool.transfer import Handle, make_stream
+from sglang_freekv.memory_pool.transfer import Handle
 
 from .window import Window
 
@@ -25,7 +25,7 @@ class InfiniGen(Window):
         self.partial = [
             torch.randn(batch, shape.kv_heads, work.context, self.dims, dtype=pools.dtype, device=pools.device) for _ in range(shape.layers)
         ]
-        self.stream, self.under_way = make_stream(pools.device), {}
+        self.stream, self.under_way = pools.streams[0], {}
         self.tokens = pools.host_units(0, 1).shape[0]
         slots = pools.store.cache.layers[0].slot_pages.shape[2] * pools.config.page_size
         where = torch.arange(batch * shape.kv_heads * self.selected, device=pools.device).view(batch, shape.kv_heads, -1)

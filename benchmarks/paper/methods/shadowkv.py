@@ -6,7 +6,6 @@ import torch
 from paper.method import Traffic, Work
 
 from sglang_freekv.kernels import Misses
-from sglang_freekv.memory_pool.transfer import make_stream
 from sglang_freekv.retrieval import programs_ahead
 
 from .rebuild import rebuild_keys, reference_rebuild
@@ -27,7 +26,7 @@ class ShadowKV(Window):
         tokens, chunks = work.context, work.context // CHUNK
         self.selected = min(pools.config.budget_tokens, tokens) // CHUNK
         self.fetched = round(work.missed * self.selected)
-        self.stream, self.recall = make_stream(device), work.recall()
+        self.stream, self.recall = pools.streams[0], work.recall()
 
         def random(*sizes: int) -> list[torch.Tensor]:
             return [torch.randn(*sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
