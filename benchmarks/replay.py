@@ -136,11 +136,11 @@ class ReplayedDigests:
     def write(self, keys, starts, host_pages, digests) -> None:
         self.digests.write(keys, starts, host_pages, digests)
 
-    def score(self, queries, digests, batch) -> torch.Tensor:
+    def score(self, queries, digests, batch, scale) -> torch.Tensor:
         controls, heads = self.controls, digests.shape[1]
         layer = controls.layer_of(digests)
         if not queries.is_cuda:
-            logits = self.digests.score(queries, digests, batch)
+            logits = self.digests.score(queries, digests, batch, scale)
             scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
             return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
         import replay_kernels
@@ -148,8 +148,8 @@ class ReplayedDigests:
         budget, page_size = self.digests.budget, self.digests.page_size
         if isinstance(self.digests, Boxes):
             where = (batch.rows, batch.seq_lens, batch.page_table, budget, page_size)
-            return replay_kernels.score_pages(queries, digests, *where, controls.knobs, layer)
-        logits = self.digests.score(queries, digests, batch)
+            return replay_kernels.score_pages(queries, digests, *where, scale, controls.knobs, layer)
+        logits = self.digests.score(queries, digests, batch, scale)
         replay_kernels.overwrite_scores(logits, batch.rows, batch.seq_lens, budget, page_size, heads, controls.knobs, layer)
         return logits
 

@@ -103,7 +103,7 @@ def _needs_correction(
     tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
 
 
-def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, knobs, layer) -> torch.Tensor:
+def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, scale, knobs, layer) -> torch.Tensor:
     """The product's kernel read for read, but while the replay is on all query heads of a kv head get the page's score."""
     (batch, num_heads, head_dim), num_kv_heads, num_pages = queries.shape, digests.shape[1], page_table.shape[1]
     assert queries.stride(2) == 1 and digests.is_contiguous() and page_table.is_contiguous()
@@ -124,7 +124,7 @@ def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size,
         num_pages,
         budget.sink,
         budget.window,
-        1 / head_dim**0.5,
+        scale,
         layer,
         H=num_kv_heads,
         G=num_heads // num_kv_heads,

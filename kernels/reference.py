@@ -287,25 +287,26 @@ def score_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    scale: float,
 ) -> torch.Tensor:
     """Bound the attention logits of every page that is a candidate for the next step, per query head (paper section 3.2).
 
-    A page's bound is ``sum_d max(q_d * max_d, q_d * min_d) / sqrt(D)``, which is ``relu(q) . max - relu(-q) . min``.
+    A page's bound is ``scale * sum_d max(q_d * max_d, q_d * min_d)``, which is ``relu(q) . max - relu(-q) . min``.
 
     Args:
         queries: ``[B, Hq, D]``.
         digests: ``[n_page, H, 2, D]``.
         rows, seq_lens, page_table: ``[B]``, ``[B]``, ``[B, P]`` as in :func:`plan_pages`.
         budget: sink and window bound the candidates.
+        scale: of the layer's attention logits.
 
     Returns:
         ``[B, Hq, P]`` float32 of the candidates of ``seq_lens + 1`` tokens, among which are those of ``seq_lens``; anything elsewhere.
     """
-    num_kv_heads, head_dim = digests.shape[1], digests.shape[3]
-    q = queries.float().unflatten(1, (num_kv_heads, -1))
+    q = queries.float().unflatten(1, (digests.shape[1], -1))
     maxima, minima = digests[page_table.clamp(min=0).long()].float().unbind(3)
     bound = torch.einsum("bhgd,bphd->bhgp", q.relu(), maxima) - torch.einsum("bhgd,bphd->bhgp", (-q).relu(), minima)
-    return (bound / head_dim**0.5).flatten(1, 2)
+    return (bound * scale).flatten(1, 2)
 
 
 def score_two_bit(
@@ -316,9 +317,10 @@ def score_two_bit(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    scale: float,
 ) -> torch.Tensor:
     """As :func:`score_pages`, by the ``digests [n_page, H, E]`` of :func:`digest_two_bit`: the logarithm of the sum of the exponentials
-    of ``q . k / sqrt(D)`` over the tokens of a page."""
+    of ``scale * q . k`` over the tokens of a page."""
     num_kv_heads, head_dim = digests.shape[1], queries.shape[2]
     logits = torch.empty(*queries.shape[:2], page_table.shape[1], device=queries.device)
     for q, pages, into in zip(queries.float().unflatten(1, (num_kv_heads, -1)), page_table, logits):  # the keys of one request at a time
@@ -327,7 +329,7 @@ def score_two_bit(
         words = units[..., 2 * head_dim :].contiguous().view(torch.int32).unflatten(2, (page_size // WORD_TOKENS, 1, 1, -1))
         codes = (words >> _code_bits(words.device)) & 3
         keys = lower + codes.flatten(4).flatten(2, 3) * ((upper - lower) / 3)  # [P, H, S, D]
-        into[:] = (torch.einsum("hgd,phsd->hgps", q, keys) / head_dim**0.5).logsumexp(-1).flatten(0, 1)
+        into[:] = (torch.einsum("hgd,phsd->hgps", q, keys) * scale).logsumexp(-1).flatten(0, 1)
     return logits
 
 

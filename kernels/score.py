@@ -19,6 +19,7 @@ def score_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    scale: float,
 ) -> torch.Tensor:
     """As :func:`reference.score_pages`; only candidates are written, and none of a row of padding.
 
@@ -43,7 +44,7 @@ def score_pages(
         num_pages,
         budget.sink,
         budget.window,
-        1 / head_dim**0.5,
+        scale,
         H=num_kv_heads,
         G=group,
         D=head_dim,

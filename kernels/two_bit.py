@@ -47,6 +47,7 @@ def score_two_bit(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    scale: float,
 ) -> torch.Tensor:
     """As :func:`reference.score_two_bit`, keys in the dtype of the digests; only candidates are written, and none of a row of padding.
 
@@ -71,7 +72,7 @@ def score_two_bit(
         num_pages,
         budget.sink,
         budget.window,
-        1 / head_dim**0.5,
+        scale,
         H=num_kv_heads,
         G=group,
         D=head_dim,

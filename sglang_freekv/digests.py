@@ -22,8 +22,9 @@ class Digests(Protocol):
     def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
         """Write the digests of full pages."""
 
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """``[B, Hq, P]`` float32 logits of the pages that are candidates for the next step, higher is better."""
+    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
+        """``[B, Hq, P]`` float32 logits of the pages that are candidates for the next step, higher is better; ``scale`` is that of the
+        layer's attention, so that a softmax over pages is as sharp as the layer's over tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Boxes:
     def write(self, keys, starts, host_pages, digests) -> None:
         kernels.digest_pages(keys, starts, host_pages, digests, self.page_size, self.box)
 
-    def score(self, queries, digests, batch) -> torch.Tensor:
-        return kernels.score_pages(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
+    def score(self, queries, digests, batch, scale) -> torch.Tensor:
+        where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
+        return kernels.score_pages(queries, digests, *where, scale)
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class TwoBit:
     def write(self, keys, starts, host_pages, digests) -> None:
         kernels.digest_two_bit(keys, starts, host_pages, digests, self.page_size)
 
-    def score(self, queries, digests, batch) -> torch.Tensor:
-        return kernels.score_two_bit(queries, digests, batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size)
+    def score(self, queries, digests, batch, scale) -> torch.Tensor:
+        where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
+        return kernels.score_two_bit(queries, digests, *where, scale)
 
 
 def digests_of(config: FreeKVConfig) -> Digests:

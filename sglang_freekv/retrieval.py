@@ -110,7 +110,7 @@ class Retrieval:
         self.complete_transfers(layer)
 
         def score() -> None:
-            logits.append(policy.digests.score(queries, digests, batch))
+            logits.append(policy.digests.score(queries, digests, batch, scale))
 
         in_flight = self.in_flight[layer]
         in_flight.append(self.selection.submit(score))
@@ -192,7 +192,7 @@ class Retrieval:
         )
         output = self.extend_attention(queries, context_keys, context_values, scale)
         self.policy.digests.write(context_keys, starts, batch.full_pages, self.digests.layers[layer])
-        self._seed(layer, queries[batch.last_tokens], batch, context_keys, context_values)
+        self._seed(layer, queries[batch.last_tokens], batch, context_keys, context_values, scale)
         return output
 
     def complete_transfers(self, layer: int) -> None:
@@ -240,11 +240,17 @@ class Retrieval:
         )
 
     def _seed(
-        self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context_keys: torch.Tensor, context_values: torch.Tensor
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: ExtendBatch,
+        context_keys: torch.Tensor,
+        context_values: torch.Tensor,
+        scale: float,
     ) -> None:
         """Fill the rows for the first decode step, selected by the last tokens' ``queries [B, Hq, D]``."""
         cache, config = self.cache.layers[layer], self.config
-        logits = self.policy.digests.score(queries, self.digests.layers[layer], batch)
+        logits = self.policy.digests.score(queries, self.digests.layers[layer], batch, scale)
         kernels.seed_slots(
             logits,
             batch.rows,

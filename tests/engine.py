@@ -19,6 +19,7 @@ from sglang_freekv.policy import POLICIES
 from sglang_freekv.retrieval import Retrieval
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 3, 16
+SCALE = 0.4  # of attention logits; some models have another than one over the root of DIM
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Request:
 def attend(request: Request, layer: int, head: int, position: int, tokens: list[int]) -> torch.Tensor:
     q = request.q[layer, position].view(HEADS, GROUP, DIM)[head]
     k, v = request.k[layer, tokens, head], request.v[layer, tokens, head]
-    return (q @ k.T / DIM**0.5).softmax(-1) @ v
+    return (q @ k.T * SCALE).softmax(-1) @ v
 
 
 def choose(config: FreeKVConfig, request: Request, layer: int, head: int, position: int, tokens: int) -> set[int]:
@@ -65,9 +66,9 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
         levels = torch.stack([lower + level * (upper - lower) / 3 for level in range(4)], -1)[:, None]  # [candidates, 1, D, 4]
         nearest = (levels - keys[..., None]).abs().argmin(-1, keepdim=True)
         moved = levels.expand(-1, size, -1, -1).gather(-1, nearest).squeeze(-1)  # [candidates, S, D]
-        scores = (q[..., None, :] * moved).sum(-1).div(DIM**0.5).logsumexp(-1)
+        scores = (q[..., None, :] * moved).sum(-1).mul(SCALE).logsumexp(-1)
     else:
-        scores = torch.maximum(q * upper, q * lower).sum(-1) / DIM**0.5
+        scores = torch.maximum(q * upper, q * lower).sum(-1) * SCALE
     pooled = {"softmax-mean": scores.softmax(-1).mean(0), "max": scores.amax(0), "mean": scores.mean(0)}[config.pooling]
     return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.pages.selected].tolist()}
 
@@ -133,7 +134,7 @@ class Engine:
         )
         outputs = [
             self.retrieval.extend(
-                layer, *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"), batch, DIM**-0.5
+                layer, *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"), batch, SCALE
             )
             for layer in range(LAYERS)
         ]
@@ -146,7 +147,7 @@ class Engine:
         for request in requests:
             request.tokens += 1
         batch = DecodeBatch(rows, self.to_device(torch.tensor([request.tokens for request in requests])), table)
-        return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, DIM**-0.5) for layer in range(LAYERS)]
+        return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
 
     def new_tokens(self, layer: int, requests: list[Request]) -> list[torch.Tensor]:
         """Queries, keys and values of the last token of each request."""

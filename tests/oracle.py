@@ -143,22 +143,23 @@ def two_bit(keys: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def mass(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Logarithm of the sum of the exponentials of q . k over sqrt(D) in each page: [H, G, D] and [H, P, S, D] -> [H, G, P]."""
-    return torch.einsum("hgd,hpsd->hgps", query.float(), keys).div(query.shape[-1] ** 0.5).logsumexp(dim=-1)
+    """Logarithm of the sum of the exponentials of q . k in each page: [H, G, D] and [H, P, S, D] -> [H, G, P]."""
+    return torch.einsum("hgd,hpsd->hgps", query.float(), keys).logsumexp(dim=-1)
 
 
 def score(query: torch.Tensor, maxima: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
-    """Largest q . k of a key in each page's box, over sqrt(D): [H, G, D] and [H, P, D] -> [H, G, P]."""
+    """Largest q . k of a key in each page's box: [H, G, D] and [H, P, D] -> [H, G, P]."""
     query, maxima, minima = query.float()[:, :, None, :], maxima[:, None, :, :], minima[:, None, :, :]
-    return torch.maximum(query * maxima, query * minima).sum(dim=-1) / query.shape[-1] ** 0.5
+    return torch.maximum(query * maxima, query * minima).sum(dim=-1)
 
 
-def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSettings) -> list[Selection]:
+def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSettings, scaling: float | None = None) -> list[Selection]:
     """Best candidates of a context of n tokens for each kv head; of equal scores the lower page number wins.
 
-    Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored.
+    Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored. The scaling is that of
+    the layer's attention, 1 / sqrt(D) unless given.
     """
-    competing = candidates(n, settings)
+    query, competing = query.float() * (query.shape[-1] ** -0.5 if scaling is None else scaling), candidates(n, settings)
     if settings.digest == "two-bit":
         scores = mass(query, two_bit(keys, settings.page)[:, competing])
     else:
@@ -190,12 +191,12 @@ def attend_to_pages(attended: list[list[int]], query, keys, values, page: int, s
     return torch.cat(outputs)[:, None].to(query.dtype)
 
 
-def decode_step(query, keys, previous, speculative: list[Selection], settings: OracleSettings) -> LayerStep:
+def decode_step(query, keys, previous, speculative: list[Selection], settings: OracleSettings, scaling: float | None = None) -> LayerStep:
     """Decide what a retrieval layer attends to: queries [H, G, D] of this step and the previous one, keys [H, n, D]."""
     n = keys.shape[1]
     cosines = similarity(query, previous)
     corrected = [cosine < settings.tau for cosine in cosines]
-    now = select(query, keys, n, settings)
+    now = select(query, keys, n, settings, scaling)
     chosen = [now[head] if corrected[head] else speculative[head] for head in range(len(keys))]
     attended = [sorted({*pinned(n, settings), *selection.pages}) for selection in chosen]
     return LayerStep(corrected, attended, cosines, [selection.gap for selection in chosen])
@@ -216,7 +217,7 @@ class Generation:
         retrieval = settings is not None and layer not in settings.dense_layers
         last_query = query[:, -1].reshape(heads, -1, dim)
         if retrieval and not prefill:
-            step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings)
+            step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings, scaling)
             output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling)
         else:
             step = LayerStep.dense(heads, page_count(n, settings.page) if settings else 0)
@@ -225,7 +226,7 @@ class Generation:
             )[0]
         if retrieval:
             self.previous[layer] = last_query
-            self.speculative[layer] = select(last_query, keys, n + 1, settings)
+            self.speculative[layer] = select(last_query, keys, n + 1, settings, scaling)
         assert layer == len(self.step), f"layer {layer} attended after {len(self.step)} layers: expected model order"
         self.step.append(step)
         return output

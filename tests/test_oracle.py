@@ -68,8 +68,8 @@ def test_digest_covers_full_pages_and_score_bounds_them():
     assert maxima.tolist() == [[[3, -1, 5, 0], [0, 1, 1, 4]]]
     assert minima.tolist() == [[[1, -4, 2, -2], [-1, 0, 0, 2]]]
     query = torch.tensor([[[1, -2, 0, 1], [-1, 0, 0, 0]]])
-    # first query head, first page: 1 * 3, -2 * -4, 0, 1 * 0; second page: 1 * 0, -2 * 0, 0, 1 * 4; over the root of 4
-    assert score(query, maxima, minima).tolist() == [[[11 / 2, 4 / 2], [-1 / 2, 1 / 2]]]
+    # first query head, first page: 1 * 3, -2 * -4, 0, 1 * 0; second page: 1 * 0, -2 * 0, 0, 1 * 4
+    assert score(query, maxima, minima).tolist() == [[[11, 4], [-1, 1]]]
     upper, lower = digest(keys, 4, "cuboid-mean")  # centre 1, -1.5, 2.5, 1; distance 1.25, 1.75, 1.75, 2
     assert upper.tolist() == [[[2.25, 0.25, 4.25, 3]]] and lower.tolist() == [[[-0.25, -3.25, 0.75, -1]]]
     assert two_bit(keys[:, :2], 2).tolist() == [[[[3, -4, 5, 0], [1, -1, 2, -2]]]]  # of two keys each is at a corner
@@ -77,7 +77,7 @@ def test_digest_covers_full_pages_and_score_bounds_them():
     torch.testing.assert_close(levels[:, 0], torch.tensor([3, 1 / 3, 1 / 3, -1]))  # 3, 1, 0, -1 on levels 4 / 3 apart: 1 is in the middle
     torch.testing.assert_close(levels[:, 3], torch.tensor([0.0, -2, 4, 2]))  # 0, -2, 4, 2 on -2, 0, 2, 4
     assert two_bit(torch.ones(1, 4, 1), 4).tolist() == [[[[1]] * 4]]
-    expected = torch.tensor([[[11 / 2, 1 / 2]]]).logsumexp(-1, keepdim=True)
+    expected = torch.tensor([[[11.0, 1.0]]]).logsumexp(-1, keepdim=True)
     torch.testing.assert_close(mass(query[:, :1], two_bit(keys[:, :2], 2)), expected)
 
 
@@ -141,11 +141,14 @@ def corners_by_loops(numbers, kind):
     return centre + distance, centre - distance
 
 
+SCALING = 0.3  # of attention; some models have another than 1 / sqrt(D)
+
+
 def mass_by_loops(q, columns):
     """Sum of the exponentials of the logits of a page, whose keys are given by dimension."""
     levels = [[min(column) + level * (max(column) - min(column)) / 3 for level in range(4)] for column in columns]
     moved = [[min(at, key=lambda level: abs(level - x)) for x in column] for column, at in zip(columns, levels)]
-    return sum(math.exp(sum(x * y for x, y in zip(q, key)) / len(q) ** 0.5) for key in zip(*moved))
+    return sum(math.exp(sum(x * y for x, y in zip(q, key)) * SCALING) for key in zip(*moved))
 
 
 def attended_by_loops(query, keys, settings):
@@ -162,7 +165,7 @@ def attended_by_loops(query, keys, settings):
             else:
                 box = {j: [corners_by_loops(column, settings.digest) for column in columns[j]] for j in middle}
                 scores = {j: sum(max(x * corner for corner in box[j][d]) for d, x in enumerate(q)) for j in middle}
-                weights = {j: math.exp(scores[j] / len(q) ** 0.5) for j in middle}
+                weights = {j: math.exp(scores[j] * SCALING) for j in middle}
             pooled = {j: pooled[j] + weights[j] / sum(weights.values()) for j in middle}
         best = sorted(middle, key=lambda j: (-pooled[j], j))[: settings.selected_pages]
         attended.append(sorted({*range(len(pages))} - {*middle} | {*best}))
@@ -181,17 +184,17 @@ def test_decoding_equals_loops_over_tokens(tau, sink, window, kind):
         queries[:, :, t] += queries[:, :, t - 1] * 0.5 * (1 + t % 3)
     generation, seen = oracle.Generation(settings), set()
     prefill = queries[:, :, :prompt].flatten(0, 1), all_keys[:, :prompt], all_values[:, :prompt]
-    generation.attend(0, *prefill, scaling=0.3, prefill=True)
+    generation.attend(0, *prefill, scaling=SCALING, prefill=True)
     for n in range(prompt + 1, total + 1):
         generation.step = []
         previous, query, keys, values = *queries[:, :, n - 2 : n].unbind(2), all_keys[:, :n], all_values[:, :n]
-        output = generation.attend(0, query.reshape(-1, 1, dim), keys, values, scaling=0.3, prefill=False)
+        output = generation.attend(0, query.reshape(-1, 1, dim), keys, values, scaling=SCALING, prefill=False)
         turned = [bool(x < tau) for x in torch.cosine_similarity(query, previous, dim=-1).mean(-1)]
         now, speculated = attended_by_loops(query, keys, settings), attended_by_loops(previous, keys, settings)
         expected = [now[head] if turned[head] else speculated[head] for head in range(heads)]
         assert (generation.step[0].corrected, generation.step[0].attended) == (turned, expected)
         mask = torch.stack([torch.isin(torch.arange(n) // 4, torch.tensor(pages)) for pages in expected])[:, None]
-        masked = F.scaled_dot_product_attention(query, keys, values, mask, scale=0.3)
+        masked = F.scaled_dot_product_attention(query, keys, values, mask, scale=SCALING)
         torch.testing.assert_close(output.view_as(query), masked)
         seen |= {*turned}
     assert seen == FLAGS_SEEN[tau]

@@ -14,8 +14,8 @@ NEW_TOKENS, VOCABULARY = 16, 512
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
 FAMILIES = {  # model type, query heads, kv heads, more
     "qwen2": ("qwen2", 4, 2, {}),
+    "granite": ("granite", 4, 2, {"attention_multiplier": 0.6}),  # 1 / sqrt(D) with the others
     "qwen3": ("qwen3", 6, 3, {}),
-    "mistral": ("mistral", 4, 2, {"sliding_window": None}),
     "llama-mha": ("llama", 4, 4, {}),
     "llama-8q-1kv": ("llama", 8, 1, {}),
     "qwen3-moe": ("qwen3_moe", 4, 2, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),

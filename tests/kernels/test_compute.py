@@ -145,7 +145,7 @@ def check_scores(H, G, D, dtype, index, budget):
     digests[used] = torch.randn(len(used), H, 2, D, device=DEVICE, dtype=dtype)
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype)
 
-    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
+    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S, 0.3)
     logits = score.score_pages(wide(queries), *arguments)
     expected = reference.score_pages(queries, *arguments)
     written = candidate[:, None].expand(-1, H * G, -1)
@@ -202,7 +202,7 @@ def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
     reference.digest_two_bit(keys, (torch.arange(len(used), device=DEVICE) * S)[:, None].expand(-1, H), used, digests, S)
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype) * size
 
-    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
+    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S, 0.3)
     logits = two_bit.score_two_bit(wide(queries), *arguments)
     expected = reference.score_two_bit(queries, *arguments)
     written = candidate[:, None].expand(-1, H * G, -1)

@@ -204,8 +204,8 @@ def test_a_score_by_two_bits_is_the_mass_of_the_keys_that_they_stand_for():
     keys = torch.randn(6, H, 1, D) + levels * torch.rand(6, H, 1, D)  # two bits tell all of such keys
     digests = torch.zeros(6, H, 2 * D + D * size // 16)
     kernels.digest_two_bit(keys.transpose(1, 2).flatten(0, 1), (where * size)[:, None].expand(-1, H), where, digests, size)
-    scores = kernels.score_two_bit(query, digests, torch.tensor([1]), torch.tensor([6 * size - 1]), where[None], budget, size)
-    logits = torch.einsum("hgd,phsd->hgps", query[0].view(H, 3, D), keys) / D**0.5
+    scores = kernels.score_two_bit(query, digests, torch.tensor([1]), torch.tensor([6 * size - 1]), where[None], budget, size, 0.3)
+    logits = torch.einsum("hgd,phsd->hgps", query[0].view(H, 3, D), keys) * 0.3
     torch.testing.assert_close(scores[0].view(H, 3, 6), logits.logsumexp(-1))
     weights = select_pages(scores, torch.tensor([6 * size]), budget, H, size)[0]
     expected = logits[:, :, 1:5].flatten(2).softmax(-1).unflatten(2, (4, size)).sum(-1).mean(1)
@@ -215,7 +215,7 @@ def test_a_score_by_two_bits_is_the_mass_of_the_keys_that_they_stand_for():
 def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int) -> torch.Tensor:
     one = torch.tensor([1])
     table = torch.arange(len(digests))[None]
-    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, S)
+    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, S, D**-0.5)
 
 
 def test_a_score_bounds_the_attention_logits_of_its_page():

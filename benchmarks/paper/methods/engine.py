@@ -79,7 +79,8 @@ class Engine:
         )
         queries = torch.zeros(work.batch, pools.shape.query_heads, pools.shape.head_dim, dtype=pools.dtype, device=pools.device)
         for cache, digests in zip(pools.store.cache.layers, pools.store.digests.layers):
-            requests.seed(cache, config, policy.digests.score(queries, digests, requests.batch))  # so that the first step misses x, too
+            logits = policy.digests.score(queries, digests, requests.batch, pools.shape.head_dim**-0.5)
+            requests.seed(cache, config, logits)  # so that the first step misses x, too
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self.retrieval.decode(layer, q, k, v, self.work.requests.batch, q.shape[-1] ** -0.5)
