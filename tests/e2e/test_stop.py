@@ -14,11 +14,18 @@ from serving import TestServer, freekv, start_all
 DEADLINE_S = 60
 
 
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """One to be stopped by each test, started side by side."""
+    servers = start_all([TestServer(freekv(512), tmp_path_factory.mktemp("server") / "server.log") for _ in range(2)])
+    yield iter(servers)
+    for server in servers:
+        server.stop()
+
+
 @pytest.fixture
-def server(tmp_path):
-    (server,) = start_all([TestServer(freekv(512), tmp_path / "server.log")])
-    yield server
-    server.stop()
+def server(servers):
+    return next(servers)
 
 
 def processes(server: TestServer) -> dict[int, str]:
