@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -11,6 +13,8 @@ import torch
 
 from sglang_freekv.config import GIB
 
+MBIND = {"x86_64": 237, "aarch64": 235}  # its number among the system calls, which C's library has no name for
+MPOL_LOCAL = 4
 GULP_BYTES = 64 << 20  # a few hundredths of a second
 
 
@@ -32,7 +36,16 @@ def allocate(num_bytes: int, huge: bool) -> mmap.mmap:
     if huge:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+    _let_spill(memory)
     return memory
+
+
+def _let_spill(memory: mmap.mmap) -> None:
+    """Have ``memory`` taken from other NUMA nodes when that of the processor is full. SGLang binds its schedulers to one node, where a host
+    pool sized for the machine would have the kernel end them. A kernel that cannot do this cannot have bound them either."""
+    if (number := MBIND.get(platform.machine())) is not None:
+        address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+        ctypes.CDLL(None).syscall(number, ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), MPOL_LOCAL, None, 0, 0)
 
 
 def pin(memory: mmap.mmap, look: Callable[[], None] = lambda: None) -> int:

@@ -14,9 +14,10 @@ KEY = "freekv"
 
 @dataclass
 class StepCounts:
-    """Counts ``[B, 3]`` of the rows of one forward pass, whether it was a decode step, and the canary's faults after it."""
+    """Counts ``[B, 3]`` of the rows of one forward pass, a list as soon as they are looked at; whether it was a decode step; the canary's
+    faults after it."""
 
-    rows: torch.Tensor
+    rows: torch.Tensor | list[list[int]]
     decoded: bool
     faults: torch.Tensor | None
 
@@ -46,7 +47,9 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total))
-    pool.totals.add(counts.update(tuple(step.rows[i].tolist()), req.seqlen, step.decoded))
+    if isinstance(step.rows, torch.Tensor):  # once a step: without the overlap schedule they are still on the device
+        step.rows = step.rows.tolist()
+    pool.totals.add(counts.update(tuple(step.rows[i]), req.seqlen, step.decoded))
 
 
 class AccumulatedInfo(dict):

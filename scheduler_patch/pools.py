@@ -18,12 +18,18 @@ from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
 
 def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
     """Tokens from host bytes, rows from device bytes, the same on every rank."""
-    config = configurator.server_args._freekv
+    config, found, expected = configurator.server_args._freekv, configurator.kv_cache_dtype, configurator.model_config.dtype
+    if found != expected:  # a checkpoint may say so in a file of its own, which SGLang reads here first
+        raise Refusal(
+            f"--kv-cache-dtype {configurator.server_args.kv_cache_dtype}: SGLang makes {_typed(found)} of it for this checkpoint, expected "
+            f"{_typed(expected)}, the model's, for FreeKV does not quantise KV so far; use --kv-cache-dtype bf16, or --kv-retrieval none"
+        )
     sizing = _sizing(configurator)
     host_bytes, device_bytes = _budgets(configurator, config, pre_model_load_memory)
     tokens = sizing.tokens(host_bytes, device_bytes, configurator.server_args.max_running_requests)
     tokens = _agree(configurator._apply_token_constraints(tokens)) // config.page_size * config.page_size
     if tokens < LEAST_PAGES * config.page_size:
+        sizing.rows(device_bytes, tokens=0)  # if it is the device that is too small, that is what to tell
         raise Refusal(
             f"--freekv-host-memory {config.host_memory_gib:g}: it holds {tokens} tokens, expected at least {LEAST_PAGES} pages of "
             f"{config.page_size}; raise it, or --mem-fraction-static if the device is what is short"
@@ -84,6 +90,10 @@ def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_
         ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
         device_bytes = min(device_bytes, host_memory.default_host_pool_bytes(host_memory.available_bytes(), ranks, "cpu"))
     return host_bytes, device_bytes
+
+
+def _typed(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _agree(value: int) -> int:

@@ -24,6 +24,7 @@ ONE_GRAPH = "FreeKV's decode step is one full graph, or none; use --cuda-graph-b
 ON_HOST = f"it reads or moves KV on the GPU, and FreeKV's is in host memory; leave it out, {OFF}"
 NO_DECODE = "nothing is decoded, so there is nothing to retrieve; use --kv-retrieval none"
 ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave it out"
+PADDED = "with it SGLang pads the tokens of a prefill to a multiple of --tp-size, and FreeKV stores those that are; leave it out, " + OFF
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 
 
@@ -56,6 +57,7 @@ FLAGS = (
     Flag("enable_hierarchical_cache", (False,), ON_HOST),
     Flag("enable_lmcache", (False,), ON_HOST),
     Flag("enable_flexkv", (False,), ON_HOST),
+    Flag("radix_cache_backend", (None,), ON_HOST),
     Flag("kv_canary", ("none",), ON_HOST),
     Flag("enable_hisparse", (False,), f"it retrieves KV itself, for natively sparse models; leave it out, {OFF}"),
     Flag("enable_mixed_chunk", (False,), "prefill and decode read KV from different places and share no batch; leave it out"),
@@ -128,6 +130,14 @@ RESOLVED_RULES = (
     Rule(
         lambda s, m, c: s.kv_cache_dtype == "auto" and _fp8_checkpoint(m),
         "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV does not quantise KV so far; use --kv-cache-dtype bf16",
+    ),
+    Rule(
+        lambda s, m, c: s.tp_size > 1 and s.moe_a2a_backend != "none",
+        "--moe-a2a-backend {s.moe_a2a_backend}: " + PADDED,
+    ),
+    Rule(
+        lambda s, m, c: s.tp_size > 1 and s.moe_dense_tp_size is not None,
+        "--moe-dense-tp-size {s.moe_dense_tp_size}: " + PADDED,
     ),
     Rule(
         lambda s, m, c: set(s.get_attention_backends()) != {BACKEND_NAME},

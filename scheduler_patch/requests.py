@@ -26,10 +26,11 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
         ValueError: token ids outside the vocabulary, or parts of a request of a type or size that SGLang does not expect. SGLang
             answers with status 400 and the message.
     """
-    vocabulary = manager.model_config.vocab_size
-    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < vocabulary:
+    vocabulary = manager.model_config.vocab_size  # of what is answered; a model that answers in another than it reads has two
+    known = max(vocabulary, getattr(manager.model_config.hf_text_config, "vocab_size", 0))
+    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
         wrong = min(input_ids) if min(input_ids) < 0 else max(input_ids)
-        raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {vocabulary - 1}; check the tokenizer")
+        raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {known - 1}; check the tokenizer")
     asked = getattr(obj, "sampling_params", None) or {}
     told = [(name, value, SAMPLING_TYPES[name]) for name, value in asked.items() if name in SAMPLING_TYPES]
     told += [(name, getattr(obj, name, None), kind) for name, kind in TYPES.items()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -13,6 +15,7 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
+from sglang_freekv.memory_pool.sizing import KVShape
 
 
 class FreeKVAttnBackend(AttentionBackend):
@@ -25,11 +28,9 @@ class FreeKVAttnBackend(AttentionBackend):
                 f"the KV pool is {type(model_runner.token_to_kv_pool).__name__}, expected FreeKVPool: another plugin replaced it"
             )
         self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
-        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.req_to_token_pool, self.context_len = model_runner.req_to_token_pool, model_runner.model_config.context_len
         self.retrieval = self.token_to_kv_pool.retrieval
-        for module in model_runner.model.modules():
-            if isinstance(module, RadixAttention):
-                _check_layer(module)
+        _check_layers(list(_attention_layers(model_runner.model)), self.token_to_kv_pool)
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self.batch: DecodeBatch | None = None
@@ -102,8 +103,9 @@ class FreeKVAttnBackend(AttentionBackend):
 
     @property
     def _most_pages(self) -> int:
-        """Width of the page table on a GPU: a kernel is compiled for it, and a graph captured with it."""
-        return self._pages(self.req_to_token_pool.req_to_token.shape[1])
+        """Width of the page table on a GPU: a kernel is compiled for it, and a graph captured with it. SGLang ends a request before it
+        has as many tokens as the context length."""
+        return self._pages(self.context_len - 1)
 
     def _snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
         """Host page of each logical page into ``page_table [B, P]``."""
@@ -135,9 +137,30 @@ class FreeKVAttnBackend(AttentionBackend):
         return self.dense.support_triton()
 
 
-def _check_layer(layer: RadixAttention) -> None:
+def _attention_layers(model: torch.nn.Module) -> Iterator[RadixAttention]:
+    """Those of modules, and those that SGLang's way to Transformers' models keeps beside them."""
+    beside = getattr(model, "attention_instances", None) or {}
+    yield from (module for module in (*model.modules(), *beside.values()) if isinstance(module, RadixAttention))
+
+
+def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:
+    """Refuse a model whose attention is not one of each layer, of the shape of the pool: each layer has the next one's prefix brought."""
+    numbers, expected = sorted(layer.layer_id for layer in layers), list(range(pool.layer_num))
+    if numbers != expected:
+        wrong = sorted(set(numbers) ^ set(expected)) or sorted({number for number in numbers if numbers.count(number) > 1})
+        raise Refusal(
+            f"--kv-retrieval: expected one attention in each of the model's {pool.layer_num} layers, but layer {wrong[0]} has "
+            f"{numbers.count(wrong[0])}; use --kv-retrieval none"
+        )
+    for layer in layers:
+        _check_layer(layer, pool.shape)
+
+
+def _check_layer(layer: RadixAttention, shape: KVShape) -> None:
     """Refuse an attention layer whose semantics the retrieval engine does not have."""
+    found, expected = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim), (shape.query_heads, shape.kv_heads, shape.head_dim)
     unlike = {
+        f"{found[0]} query heads, {found[1]} kv heads and a head_dim of {found[2]} where others have {expected}": found != expected,
         "cross-attention": layer.is_cross_attention,
         "encoder attention": layer.attn_type == AttentionType.ENCODER_ONLY,
         "sliding-window attention": layer.sliding_window_size is not None and layer.sliding_window_size > -1,

@@ -197,6 +197,29 @@ def test_without_pinning_memory_is_taken_as_it_is_written(cudart):
     pool.close()
 
 
+@pytest.mark.parametrize("huge", [False, True])
+def test_a_process_that_is_bound_to_a_node_takes_its_pool_from_others_too(huge):
+    """As SGLang binds its schedulers, with numactl."""
+    script = f"""
+import ctypes, platform
+import numpy as np
+from sglang_freekv.memory_pool import pinned
+call = ctypes.CDLL(None).syscall
+bind, policy_of = {{"x86_64": (238, 239), "aarch64": (237, 236)}}[platform.machine()]
+if call(bind, 2, ctypes.byref(ctypes.c_ulong(1)), 64):  # MPOL_BIND to node 0
+    raise SystemExit("this machine binds nobody")
+memory, policy = pinned.allocate(1 << 22, {huge}), ctypes.c_int(-1)
+address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+for number in (0, (1 << 22) - 1):
+    assert call(policy_of, ctypes.byref(policy), None, 0, ctypes.c_void_p(address + number), 2) == 0  # MPOL_F_ADDR
+    print(policy.value)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if "binds nobody" in done.stderr:
+        pytest.skip("no process is bound to a node here")
+    assert done.stdout.split() == ["4", "4"], done.stdout + done.stderr  # MPOL_LOCAL: near if there is room, anywhere if not
+
+
 def test_close_unregisters_and_may_be_repeated(cudart):
     pool = build()
     pool.close()

@@ -31,6 +31,7 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "tokenizer_worker_num": ("--tokenizer-worker-num", "2"),
     "kv_canary": ("--kv-canary", "log"),
     "dllm_algorithm": ("--dllm-algorithm", "LowConfidence"),
+    "radix_cache_backend": ("--radix-cache-backend", "flexkv"),
     "rl_on_policy_target": ("--rl-on-policy-target", "fsdp"),
 }
 SWITCHES = (
@@ -50,6 +51,8 @@ VALUES = {  # typed flags: how the refusal begins
     ("--kv-cache-dtype", "bf16", "--dtype", "float16"): "--kv-cache-dtype bf16: the model runs in another type",
     ("--max-total-tokens", "31"): "--max-total-tokens 31: expected at least 128, 4 pages of --page-size 32",
     ("--grammar-backend", "xgrammar"): "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only",
+    ("--moe-dense-tp-size", "1", "--tp-size", "2"): "--moe-dense-tp-size 1: with it SGLang pads the tokens of a prefill",
+    ("--moe-a2a-backend", "deepep", "--tp-size", "2"): "--moe-a2a-backend deepep: with it SGLang pads the tokens of a prefill",
     ("--freekv-dense-layers", ","): "--freekv-dense-layers ,: expected comma-separated layer numbers",
     ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 128",
     ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
@@ -212,6 +215,7 @@ def test_what_sglang_insists_on():
 
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
+    resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
     model = SimpleNamespace(num_attention_layers=6, quantization=None)
     backends = ("freekv", "freekv")
 

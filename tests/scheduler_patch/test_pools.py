@@ -1,0 +1,59 @@
+"""Sizes of the pools: what cannot be built is refused by the name of what is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal
+from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.scheduler_patch import pools
+
+SHAPE = KVShape(31, 1, 8, 32, 128, 256, 2)
+
+
+@pytest.fixture
+def resolve(monkeypatch):
+    """Sizes of Llama-3.1-8B's shape from GiB of host and device."""
+    monkeypatch.setattr(pools, "_agree", lambda value: value)
+    monkeypatch.setattr(pools, "_kv_shape", lambda configurator: SHAPE)
+
+    def resolve(host=100.0, device=20.0, context=131072, kv_cache_dtype=torch.bfloat16):
+        args = SimpleNamespace(
+            _freekv=replace(FreeKVConfig(), host_memory_gib=host), max_running_requests=None, mem_fraction_static=0.9, kv_cache_dtype="auto"
+        )
+        monkeypatch.setattr(pools, "_budgets", lambda *others: (int(host * GIB), int(device * GIB)))
+        configurator = SimpleNamespace(
+            server_args=args,
+            kv_cache_dtype=kv_cache_dtype,
+            model_config=SimpleNamespace(dtype=torch.bfloat16, context_len=context),
+            _apply_token_constraints=lambda tokens: tokens,
+            resolve_max_num_reqs=lambda tokens: 4096,
+        )
+        return pools.resolve_memory_pool_config(None, configurator, 0)
+
+    return resolve
+
+
+def test_tokens_come_from_the_host_and_rows_from_the_device(resolve):
+    sizes = resolve()
+    assert 0 < sizes.max_total_num_tokens <= 100 * GIB // (31 * 4096) and 10 < sizes.max_running_requests < 100
+
+
+def test_a_quantised_checkpoint_is_refused_whatever_told_so(resolve):
+    told = "--kv-cache-dtype auto: SGLang makes float8_e4m3fn of it for this checkpoint, expected bfloat16, .* use --kv-cache-dtype bf16"
+    with pytest.raises(Refusal, match=told):
+        resolve(kv_cache_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("device, context", [(3, 1_010_000), (0.5, 131072), (0.0, 4096)])
+def test_a_device_that_is_too_small_is_not_told_as_missing_host_memory(resolve, device, context):
+    with pytest.raises(Refusal, match="--freekv-budget 2048: one request takes .* GiB of prefix staging; lower .* --context-length"):
+        resolve(device=device, context=context)
+
+
+def test_a_host_that_is_too_small_is_told_as_such(resolve):
+    with pytest.raises(Refusal, match="--freekv-host-memory 0.001: it holds 0 tokens, expected at least 4 pages of 32"):
+        resolve(host=0.001)

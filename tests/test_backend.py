@@ -1,0 +1,75 @@
+"""Which models the attention backend takes: one attention in each layer, of one shape."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang_freekv.backend import _attention_layers, _check_layers
+from sglang_freekv.config import Refusal
+from sglang_freekv.memory_pool.sizing import KVShape
+
+SHAPE = KVShape(3, 1, 2, 6, 16, 32, 4)
+POOL = SimpleNamespace(layer_num=4, shape=SHAPE)
+
+
+def attention(layer: int, heads: int = 6, kv_heads: int = 2, head_dim: int = 16, **others) -> RadixAttention:
+    return RadixAttention(heads, head_dim, head_dim**-0.5, kv_heads, layer, **others)
+
+
+def model_of(*layers: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), *layers)
+
+
+def check(model: torch.nn.Module) -> None:
+    _check_layers(list(_attention_layers(model)), POOL)
+
+
+def test_a_model_with_one_attention_in_each_layer_is_served():
+    check(model_of(*(attention(layer) for layer in (2, 0, 3, 1))))
+
+
+def test_attention_that_is_kept_beside_the_modules_is_found():
+    model = model_of()
+    model.attention_instances = {layer: attention(layer) for layer in range(4)}
+    check(model)
+    model.attention_instances[2] = attention(2, logit_cap=30.0)
+    with pytest.raises(Refusal, match="layer 2 uses logit soft-capping"):
+        check(model)
+
+
+@pytest.mark.parametrize(
+    "layers, wrong",
+    [
+        ((0, 2, 3), "the model's 4 layers, but layer 1 has 0"),
+        ((0, 1, 2, 3, 4), "the model's 4 layers, but layer 4 has 1"),
+        ((0, 1, 1, 2, 3), "the model's 4 layers, but layer 1 has 2"),
+        ((), "the model's 4 layers, but layer 0 has 0"),
+    ],
+)
+def test_a_layer_without_attention_is_refused_for_its_neighbour_would_get_another_s_prefix(layers, wrong):
+    with pytest.raises(Refusal, match=f"expected one attention in each of {wrong}; use --kv-retrieval none"):
+        check(model_of(*map(attention, layers)))
+
+
+@pytest.mark.parametrize("changes", [{"heads": 4}, {"kv_heads": 1}, {"head_dim": 32}])
+def test_layers_of_other_shapes_are_refused(changes):
+    odd = attention(3, **changes)
+    with pytest.raises(Refusal, match=r"layer 3 uses \d query heads, \d kv heads and a head_dim of \d+ where others have \(6, 2, 16\)"):
+        check(model_of(*(attention(layer) for layer in range(3)), odd))
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"is_cross_attention": True}, "cross-attention"),
+        ({"sliding_window_size": 128}, "sliding-window attention"),
+        ({"logit_cap": 50.0}, "logit soft-capping"),
+        ({"v_head_dim": 8}, "keys and values of different width"),
+    ],
+)
+def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
+    with pytest.raises(Refusal, match=f"layer 0 uses {named}"):
+        check(model_of(attention(0, **changes), *map(attention, range(1, 4))))
