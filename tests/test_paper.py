@@ -280,7 +280,8 @@ def test_a_driver_resumes(script, only, expected, tmp_path):
 
 def test_what_the_host_moves_is_measured_last():
     options = SimpleNamespace(batches=[1, 8], force=False)
-    prompts, steps = latency.left_of(options, lambda key: True, {"prefill/600": {"settings": {}}, "long-input/b1/full/32768": {"settings": {}}})
+    measured = {key: {"settings": {}} for key in ("prefill/600", "long-input/b1/full/32768")}
+    prompts, steps = latency.left_of(options, lambda key: True, measured)
     assert list(prompts) == ["prefill/32768"] and "long-input/b1/full/32768" not in steps
     by_host = [step[2] in latency.BY_HOST for step in steps.values()]
     assert by_host == sorted(by_host) and sum(by_host) == 2 * 2 * 9 and len(by_host) == 12 * 2 * 9 - 1

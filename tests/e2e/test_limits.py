@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from serving import NEEDLE_MODEL, TestServer, freekv, start_all
+from serving import TestServer, freekv, start_all
 
 from sglang_freekv.config import GIB
 from sglang_freekv.memory_pool import host_memory

@@ -1,11 +1,9 @@
 """Available host memory, read from made-up /proc and /sys/fs/cgroup trees."""
 
-import mmap
 import subprocess
 import sys
 
 import pytest
-from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.host_memory import Room, available_bytes, default_host_pool_bytes, room, room_to_write
 
 GIB = 1 << 30

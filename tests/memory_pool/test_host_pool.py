@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,7 +106,8 @@ def resident_mib(memory: Iterable[mmap.mmap | torch.Tensor]) -> int:
 def taken(piece: mmap.mmap | torch.Tensor) -> int:
     span = piece.view(torch.uint8).flatten().numpy() if isinstance(piece, torch.Tensor) else np.frombuffer(piece, dtype=np.uint8)
     pages = np.zeros(-(-span.nbytes // mmap.PAGESIZE), dtype=np.uint8)
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(span.ctypes.data), ctypes.c_size_t(span.nbytes), ctypes.c_void_p(pages.ctypes.data)) == 0
+    where = ctypes.c_void_p(span.ctypes.data), ctypes.c_size_t(span.nbytes), ctypes.c_void_p(pages.ctypes.data)
+    assert ctypes.CDLL(None).mincore(*where) == 0
     return int((pages & 1).sum())
 
 

@@ -25,6 +25,6 @@ def test_counts_are_fetched_once_for_all_requests_of_a_step():
     for i, request in enumerate(requests):
         counts.collect(None, processor, i, request, output)
     assert Once.fetched == 1
-    found = [request.customized_info[counts.KEY].counts for request in requests]
-    assert [(each.hits, each.pages_recalled, each.heads_corrected, each.decode_steps) for each in found] == [(5, 1, 0, 1), (7, 2, 3, 1), (9, 0, 0, 1)]
+    found = [tuple(request.customized_info[counts.KEY].counts.as_dict().values()) for request in requests]
+    assert found == [(5, 1, 0, 1), (7, 2, 3, 1), (9, 0, 0, 1)]
     assert (pool.totals.hits, pool.totals.decode_steps) == (21, 3)
