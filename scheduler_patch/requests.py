@@ -27,7 +27,7 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
             answers with status 400 and the message.
     """
     vocabulary = manager.model_config.vocab_size  # of what is answered; a model that answers in another than it reads has two
-    known = max(vocabulary, getattr(manager.model_config.hf_text_config, "vocab_size", 0))
+    known = max(vocabulary, getattr(manager.model_config.hf_text_config, "vocab_size", None) or 0)
     if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
         wrong = min(input_ids) if min(input_ids) < 0 else max(input_ids)
         raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {known - 1}; check the tokenizer")
