@@ -46,6 +46,7 @@ def refuse_settings(model: Model, config: FreeKVConfig) -> None:
         device="cuda",
         grammar_backend=None,
         kv_cache_dtype="auto",
+        tp_size=1,
         page_size=config.page_size,
         chunked_prefill_size=CHUNK_TOKENS,
         get_attention_backends=lambda: (BACKEND_NAME,),

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
+from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, SCALE, Engine, Request, attend, choose, expected_step
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -294,6 +294,6 @@ def causal(request: Request, layer: int, start: int, end: int) -> torch.Tensor:
     """``[end - start, Hq, D]`` dense attention of the tokens from ``start`` on."""
     q, k, v = request.q[layer, start:end], request.k[layer, :end], request.v[layer, :end]
     k, v = (x.repeat_interleave(GROUP, dim=1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) / DIM**0.5
+    scores = torch.einsum("thd,shd->hts", q, k) * SCALE
     future = torch.arange(end) > torch.arange(start, end)[:, None]
     return torch.einsum("hts,shd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)

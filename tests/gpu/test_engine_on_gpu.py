@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine import CONFIGS, DIM, LAYERS, Engine, Request, expected_step
+from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.kernels import reference
@@ -99,7 +99,7 @@ class CapturedEngine(Engine):
         return [torch.cat((tensor, torch.full_like(tensor[:1], torch.nan))) for tensor in tensors]
 
     def _step(self) -> list[torch.Tensor]:
-        outputs = [self.retrieval.decode(layer, *self.tokens[layer], self.batch, DIM**-0.5) for layer in range(LAYERS)]
+        outputs = [self.retrieval.decode(layer, *self.tokens[layer], self.batch, SCALE) for layer in range(LAYERS)]
         self.retrieval.complete_all_transfers()
         return outputs
 
@@ -236,7 +236,7 @@ class ScheduledEngine(CapturedEngine):
             batch, lambda: Prefixes.build(lambda request, page: self.tables[table_rows[request], page], [prefix], [5], size, rows.device)
         )
         tokens = [[self.to_device(getattr(newcomer, x)[layer, prefix : prefix + 5]) for x in "qkv"] for layer in range(LAYERS)]
-        return [self.retrieval.extend(layer, *tokens[layer], batch, DIM**-0.5) for layer in range(LAYERS)]
+        return [self.retrieval.extend(layer, *tokens[layer], batch, SCALE) for layer in range(LAYERS)]
 
 
 def _newcomers(stream=cuda_stream, generator=None, broken=None) -> torch.Tensor:
@@ -377,7 +377,7 @@ def test_a_decode_step_never_waits_for_the_device():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for layer in range(LAYERS):
-            engine.retrieval.decode(layer, *tokens[layer], DecodeBatch(rows, seq_lens, table), DIM**-0.5)
+            engine.retrieval.decode(layer, *tokens[layer], DecodeBatch(rows, seq_lens, table), SCALE)
         engine.retrieval.complete_all_transfers()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -23,6 +23,7 @@ SHAPES = pytest.mark.parametrize("H, G, D", [(2, 1, 16), (2, 3, 24), (1, 4, 16),
 TWO_BIT_SHAPES = [(2, 1, 16), (2, 3, 24), (1, 4, 16), (2, 7, 16), (1, 17, 24), (1, 2, 90)]
 if DEVICE == "cuda":  # too much for the interpreter
     TWO_BIT_SHAPES += [(2, 4, 128), (1, 8, 256), (2, 3, 64)]
+SHARPER = 1.3  # than at 1 over the root of D are the scores, as some models have it
 SPLITS = pytest.mark.parametrize("programs", [1, 264], ids=["one split", "most splits"])
 
 
@@ -145,7 +146,7 @@ def check_scores(H, G, D, dtype, index, budget):
     digests[used] = torch.randn(len(used), H, 2, D, device=DEVICE, dtype=dtype)
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype)
 
-    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S, 0.3)
+    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S, SHARPER * D**-0.5)
     logits = score.score_pages(wide(queries), *arguments)
     expected = reference.score_pages(queries, *arguments)
     written = candidate[:, None].expand(-1, H * G, -1)
@@ -202,12 +203,12 @@ def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
     reference.digest_two_bit(keys, (torch.arange(len(used), device=DEVICE) * S)[:, None].expand(-1, H), used, digests, S)
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype) * size
 
-    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S, 0.3)
+    arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S, SHARPER * D**-0.5)
     logits = two_bit.score_two_bit(wide(queries), *arguments)
     expected = reference.score_two_bit(queries, *arguments)
     written = candidate[:, None].expand(-1, H * G, -1)
     assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
-    tolerance = max(2e-5, 16 * torch.finfo(dtype).eps)  # keys are computed in the dtype
+    tolerance = max(2e-5, SHARPER * 16 * torch.finfo(dtype).eps)  # keys are computed in the dtype
     torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=tolerance * size, equal_nan=size == 1)
     assert logits[~written].isnan().all()
     if size > 1:
