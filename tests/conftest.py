@@ -41,6 +41,12 @@ torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of servers: side by side, threads that wait for each other for a core cost tenfold
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "fleet" in item.fixturenames:
+            item.add_marker("fleet")
+
+
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory):
     """``with serve(flags, flags, ..., env=...) as servers``: side by side; their logs must be clean in the end.

@@ -13,6 +13,8 @@ import pytest
 import tasks
 from serving import TestServer, freekv, wait_until
 
+pytestmark = pytest.mark.two_servers
+
 PAGE, POOL, ROWS, CLIENTS, NEW_TOKENS = 32, 1024, 4, 16, 80
 
 

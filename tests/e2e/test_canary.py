@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 import tasks
-from serving import FaultyServer, freekv, start_all, stop_all
+from serving import FaultyServer, freekv, start_all, stop_all, wait_until
 
 from sglang_freekv.launch.server import ServerFailed
+
+pytestmark = pytest.mark.two_servers
 
 PAGE, LAYER, HEAD, NEW_TOKENS = 32, 3, 1, 24
 
@@ -63,6 +65,13 @@ def assert_served(server: FaultyServer, prompts, expected) -> None:
     assert server.flush()["host_pages_used"] == 0
 
 
+def wait_until_decoding(server: FaultyServer, requests: int) -> None:
+    """So many have rows, and a step has begun since: their prompts are in host memory, and what is damaged now is not written anew."""
+    wait_until(lambda: server.state()["rows_used"] == requests)
+    begun = server.state()["totals"]["decode_steps"]
+    wait_until(lambda: server.state()["totals"]["decode_steps"] > begun + requests)  # one may have been under way
+
+
 def test_without_a_canary_nobody_would_know(servers, prompts, expected):
     """The negative control: the same damage, and a wrong answer."""
     server = servers[1]
@@ -94,8 +103,7 @@ def test_a_request_that_decodes_ends_before_a_wrong_token(server, prompts, expec
     stream = threading.Thread(target=lambda: ended.append(refused(server, prompts[0], 600)))
     other = threading.Thread(target=lambda: others.extend(server.generate_all(prompts[1:], NEW_TOKENS)))
     stream.start()
-    while server.state()["totals"]["decode_steps"] == 0 or server.state()["rows_used"] == 0:
-        time.sleep(0.02)
+    wait_until_decoding(server, 1)
     other.start()
     server.damage(LAYER, HEAD, *range(3, 30))
     stream.join()
@@ -148,8 +156,7 @@ def test_all_that_share_the_page_end_and_nobody_else(server, prompts, expected):
     threads = [threading.Thread(target=ask, args=each) for each in enumerate([*texts, prompts[1]])]
     for thread in threads:
         thread.start()
-    while server.state()["rows_used"] < len(threads):
-        time.sleep(0.02)
+    wait_until_decoding(server, len(threads))
     server.damage(LAYER, HEAD, *range(3, 19))
     for thread in threads:
         thread.join()

@@ -13,6 +13,8 @@ import tasks
 from oracle import Oracle, OracleSettings
 from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all
 
+pytestmark = pytest.mark.two_servers
+
 SETTINGS = OracleSettings(budget=320, sink=64, window=64, tau=0.7, page=32)
 NEW_TOKENS = 12
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import TestServer, freekv, start_all
 
+pytestmark = pytest.mark.two_servers
+
 DEADLINE_S, EXAMPLES = 60, 80
 POOL = 8192
 anything = st.recursive(

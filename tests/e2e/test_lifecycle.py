@@ -1,4 +1,4 @@
-"""Retraction, and requests that are ended early in every state: nothing is lost, nothing is held, and nobody else notices."""
+"""Retraction, preemption, and requests that are ended early in every state: nothing is lost, nothing is held, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ SERVERS = {  # name -> budget, tau, rows, environment
     "retracting": (1024, 0.9, 4, RETRACTING),  # the budget covers every context, so that it does not matter who was retracted when
     "limited": (1024, 2, 4, RETRACTING | LIMITED),
 }
+PREEMPTING = "corrected"  # its requests go before others by priority
+HIGH_PRIORITY, SHORT = 100, 50
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def servers(serve):
     flags = [
         freekv(budget, sink=16, window=32, tau=tau)
         | {"--page-size": PAGE, "--chunked-prefill-size": CHUNK, "--max-running-requests": rows, "--max-total-tokens": 32768}
-        for budget, tau, rows, _ in SERVERS.values()
+        | ({"--enable-priority-scheduling": True} if name == PREEMPTING else {})
+        for name, (budget, tau, rows, _) in SERVERS.items()
     ]
     with serve(*flags, env=[ENVIRONMENT | env for *_, env in SERVERS.values()]) as started:
         yield dict(zip(SERVERS, started))
@@ -160,6 +163,28 @@ def end_early(server: TestServer, token_ids, rid: str, how: str, tokens: int, se
             *_, last = coming
             assert last["meta_info"]["finish_reason"]["type"] == "abort"
     connection.close()
+
+
+def test_whoever_is_preempted_resumes_and_loses_no_token(servers, prompts):
+    """The budget covers their contexts, so that it does not matter who was preempted when."""
+    server, rows = servers[PREEMPTING], SERVERS[PREEMPTING][2]
+    prompts = [prompt[:SHORT] for prompt in prompts[: 2 * rows - 1]]
+    alone = [server.generate(prompt, SHORT)["output_ids"] for prompt in prompts]
+    server.flush()
+
+    def ask(prompt, priority: int) -> dict:
+        sampling = {"temperature": 0, "max_new_tokens": SHORT, "ignore_eos": True}
+        return server.post("/generate", {"input_ids": prompt, "sampling_params": sampling, "priority": priority})
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(ask, prompt, 0) for prompt in prompts[:rows]]
+        wait_until(lambda: server.state()["rows_used"] == rows)
+        asked += [pool.submit(ask, prompt, HIGH_PRIORITY) for prompt in prompts[rows:]]
+        answers = [answer.result() for answer in asked]
+    assert [answer["output_ids"] for answer in answers] == alone
+    retractions = [answer["meta_info"]["num_retractions"] for answer in answers]
+    assert sum(retractions[:rows]) == rows - 1 and not any(retractions[rows:])
+    assert_only_the_tree_holds_pages(server)
 
 
 def test_retraction_loses_no_token_and_computes_no_page_twice(servers, prompts):

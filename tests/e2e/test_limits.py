@@ -17,6 +17,8 @@ from serving import TestServer, freekv, start_all
 from sglang_freekv.config import GIB
 from sglang_freekv.memory_pool import host_memory
 
+pytestmark = pytest.mark.two_servers
+
 MIB, DEADLINE_S, UNBOUNDED = 1 << 20, 180, 10**9
 WIDE = {  # 96 KiB of KV for a token, and next to nothing to compute
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64,

@@ -9,6 +9,8 @@ import sys
 import pytest
 from serving import ROOT
 
+pytestmark = pytest.mark.two_servers
+
 PAGE, GROUPS = 32, 4
 SERIAL, PARTS = "generated-shared-prefix/serial", ("random-ids/2", "generated-shared-prefix/serial", "generated-shared-prefix/16")
 

@@ -11,6 +11,8 @@ import time
 import pytest
 from serving import TestServer, freekv, start_all
 
+pytestmark = pytest.mark.two_servers
+
 DEADLINE_S = 60
 
 
