@@ -312,7 +312,7 @@ def test_longgenbench(drive, serve, tmp_path):
         unjudged = drive(server.url, "longgenbench", "--data", data)
         texts = next((tmp_path / "work").rglob("texts.jsonl"))
         done = drive(server.url, "longgenbench", "--data", data, "--texts", texts, "--judge-url", f"{server.url}/v1")
-    (key, first), (_, result) = unjudged.report["results"].popitem(), done.report["results"].popitem()
+    (_, first), (_, result) = unjudged.report["results"].popitem(), done.report["results"].popitem()
     assert first["scores"] == {"texts": 2, "completion_rate": 75, "unfinished": 0, "judge": None}
     generated, questions = ([body for _, body in server.bodies if body["max_tokens"] == tokens] for tokens in (16000, 50))
     assert len(generated) == 2 and all(body["temperature"] == body["top_p"] == 0.95 for body in generated)

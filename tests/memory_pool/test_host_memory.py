@@ -127,7 +127,7 @@ def test_this_machine_has_an_answer():
 
 @pytest.mark.parametrize("option", ["-v", "-d"])
 def test_a_real_limit_of_this_machine_is_what_mmap_keeps_to(option):
-    script = f"""
+    script = """
 import mmap
 from sglang_freekv.memory_pool.host_memory import room
 def fits(num_bytes):
