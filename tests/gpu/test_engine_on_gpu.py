@@ -420,17 +420,12 @@ def _without_waiting_for_transfers(retrieval) -> None:
 
 def _without_waiting_for_the_attention(retrieval) -> None:
     """The plan and the recall for the next step overwrite tables and slots that this step's attention has yet to read."""
-    submit = retrieval.selection.submit
-
-    def too_early(work, behind=None):
-        return (_unordered(submit) if work.__name__ == "plan_ahead" else submit)(work, behind)
-
-    retrieval.selection.submit = too_early
+    retrieval.selection.submit = _unordered(retrieval.selection.submit, "plan_ahead")
 
 
 def _without_waiting_for_the_plan(retrieval) -> None:
     """Recall reads a list that is still being written."""
-    retrieval.transfers.submit = _unordered(retrieval.transfers.submit)
+    retrieval.transfers.submit = _unordered(retrieval.transfers.submit, "recall_ahead")
 
 
 def _without_waiting_for_the_correction(retrieval) -> None:
@@ -447,11 +442,15 @@ def _without_waiting_for_the_correction(retrieval) -> None:
     retrieval.selection.submit = unawaited
 
 
-def _unordered(submit):
-    """``submit`` without its own wait for the current stream; what the work submits in its turn waits."""
+def _unordered(submit, name: str):
+    """``submit`` without its own wait for the current stream, for the work of that name; what that submits in its turn waits.
+
+    Of that name alone: an offload that runs before its page numbers are there stores wherever they point."""
     wait = torch.cuda.Stream.wait_stream
 
     def too_early(work, behind=None):
+        if work.__name__ != name:
+            return submit(work, behind)
         passed = iter([True])
         with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: next(passed, False) or wait(self, other)):
             return submit(work, behind)
