@@ -78,7 +78,7 @@ def main(description: str = __doc__, only: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for system in () if options.tables else options.systems:
             with decode.part(f"server {system}"):
-                with running(setup, system, Path(scratch), min(300, clock.left(60))) as server:
+                with running(setup, system, Path(scratch), clock.left_to_start()) as server:
                     run_parts(server, chosen(options), clock, prefill, decode, settings)
             keep_log(Path(scratch) / f"{system}.log", decode.path, system)
     prefill.finish()

@@ -6,6 +6,8 @@ import math
 
 from report import seconds_since_start
 
+LONGEST_START_S = 300  # of a server; the first one on a machine compiles kernels for minutes
+
 
 class OutOfTime(RuntimeError):
     """The time that the run was given does not reach for this part."""
@@ -23,10 +25,17 @@ class Clock:
 
     def left(self, least_s: float = 10) -> float:
         """Seconds that the next step may take; raises OutOfTime if they are fewer than ``least_s``."""
+        return min(self._left(least_s), self.part_s)
+
+    def left_to_start(self, least_s: float = 60) -> float:
+        """Seconds that a server may take until it is ready, whatever the most is for a part; raises OutOfTime."""
+        return min(self._left(least_s), LONGEST_START_S)
+
+    def _left(self, least_s: float) -> float:
         left = self.end_s - seconds_since_start()
         if left < least_s:
             raise OutOfTime(f"{max(0, left):.0f} s are left; run the rest with --systems, --only and --skip")
-        return min(left, self.part_s)
+        return left
 
     @property
     def is_over(self) -> bool:

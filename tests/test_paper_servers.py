@@ -15,7 +15,7 @@ import pytest
 PAPER = Path(__file__).resolve().parent.parent / "benchmarks" / "paper"
 sys.path.insert(0, str(PAPER.parent))
 
-from clock import Clock  # noqa: E402
+from clock import LONGEST_START_S, Clock, OutOfTime  # noqa: E402
 from paper import capacity, crossover, goodput, passes  # noqa: E402
 from paper.crossover import Cell  # noqa: E402
 from paper.goodput import Ladder, Limits, Point, Questions  # noqa: E402
@@ -210,6 +210,13 @@ def test_a_crossover_measures_what_is_left_and_tells_what_was_not_reached(tmp_pa
     crossover.run(capacity.systems_of(LLAMA, LIMIT)[:1], cells, lambda key: key not in report.results, report, clock, 24, 4)
     assert measured == ["8k/b4"] and set(report.results) == {"stock/8k/b8", "stock/8k/b4"}
     assert report.finish() == 1 and report.failures[0].startswith("stock/8k/b2: OutOfTime")
+
+
+def test_a_server_may_start_for_longer_than_a_part_takes():
+    assert Clock(60, 5).left() == 5 and Clock(60, 5).left_to_start() == LONGEST_START_S
+    assert Clock(2, 5).left_to_start() == pytest.approx(120, abs=1)
+    with pytest.raises(OutOfTime):
+        Clock(0.5, 5).left_to_start()
 
 
 def test_a_prompt_without_room_is_a_result():

@@ -118,7 +118,7 @@ def run(
         if not mine:
             continue
         with report.part(f"server {system.name}"), tempfile.TemporaryDirectory() as scratch:
-            with running(system.setup, system.base, Path(scratch), min(300, clock.left(60)), system.more) as server:
+            with running(system.setup, system.base, Path(scratch), clock.left_to_start(), system.more) as server:
                 serve(server, system, mine, report, clock, tokens, interval)
             keep_log(Path(scratch) / f"{system.base}.log", report.path, system.name)
 

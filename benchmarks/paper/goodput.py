@@ -159,7 +159,7 @@ def measure(client: Client, server: BenchServer, questions: Questions, rate: flo
 def climb(client: Client, system: str, ladder: Ladder, report: Report, clock: Clock) -> None:
     """One server, rate after rate; one that fails is the last, for those above it ask for more."""
     setup, questions = client.setup, ladder.questions
-    with running(setup, system, client.directory, min(300, clock.left(LEAST_START_S))) as server:
+    with running(setup, system, client.directory, clock.left_to_start(LEAST_START_S)) as server:
         report.note(**{f"server {system}": server.facts()})
         server.set_load(None if setup.shape == "needle" else setup.load(CORRECTED, MISSED, questions.tokens))
         client.deadline_s = clock.left()

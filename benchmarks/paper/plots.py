@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
 
 HATCHED = dict(hatch="////", facecolor="none", edgecolor="grey", linewidth=0)
 MARKERS = "osv^Dxp*"
@@ -39,8 +40,9 @@ def groups(path: Path, title: str, unit: str, values: Mapping[str, Mapping[str, 
             axes.bar(where, list(series.values()), width, label=label, color=pyplot.colormaps["tab20"](number % 20))
         axes.set_xticks(range(len(names)), names)
         axes.set(yscale="log", ylabel=unit)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend(fontsize=8, ncols=min(6, len(values)), loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
