@@ -110,7 +110,7 @@ class FaultyServer(TestServer):
             time.sleep(0.02)
 
 
-def wait_until(is_so: Callable[[], bool], deadline_s: float = 120) -> None:
+def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
     started = time.monotonic()
     while not is_so():
         assert time.monotonic() - started < deadline_s
