@@ -159,14 +159,15 @@ def plan_pages(inputs: Inputs, ahead: bool) -> Trial:
 
 
 def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
-    """Of all kv heads at once, or in two calls, first of those that have not turned."""
+    """At once, or in two calls, where of those kv heads that turned a share of the list is not there at first."""
     case, scale = inputs.case, inputs.case.head_dim**-0.5
 
     def run(kernel, layer, queries, keys, values):
         where = (inputs.rows, inputs.seq_lens, layer.slot_pages, layer.attended, scale)
         if not in_two:
             return kernel(queries, keys, values, *where)
-        return kernel(queries, keys, values, *where, layer.turned, kernel(queries, keys, values, *where, layer.turned))
+        present = torch.where(layer.turned, case.budget.total - case.new_pages, case.budget.total).to(torch.int32)
+        return kernel(queries, keys, values, *where, present, kernel(queries, keys, values, *where, present))
 
     layer = inputs.layers[0]
     exact = run(reference.attend_pages, layer, layer.queries.float(), layer.keys.float(), layer.values.float())

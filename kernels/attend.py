@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
-PROGRAMS_OF_A_FEW = 1056  # where most have nothing to do, the others should not take long
-MOST_SPLITS = 64  # of one kv head: a warp merges them, and holds all
+PROGRAMS_OF_THE_REST = 1056  # where most have nothing to do, the others should not take long
+MOST_SPLITS = 64  # of one kv head, of each call: a warp or two merge them, and hold all
 
 
 def attend_pages(
@@ -22,38 +22,38 @@ def attend_pages(
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     scale: float,
-    turned: torch.Tensor | None = None,
+    present: torch.Tensor | None = None,
     begun: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens), and one to merge the shares.
 
-    Programs of kv heads that do not attend end at once. ``queries`` may be a view of wider rows. What a list of
-    ``attended`` holds after its first -1 is not read.
+    Both calls of two take what is theirs of every kv head; the second merges all, and its programs that have nothing to attend to end
+    at once. ``queries`` may be a view of wider rows. What a list of ``attended`` holds after its first -1 is not read.
     """
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
     group, width = num_heads // num_kv_heads, attended.shape[2]
     assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, slot_pages, attended))
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
-    splits, splits_of_a_few = (
+    splits, splits_of_the_rest = (
         max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t), MOST_SPLITS))
-        for programs in (PROGRAMS, PROGRAMS_OF_A_FEW)
+        for programs in (PROGRAMS, PROGRAMS_OF_THE_REST)
     )
-    stride = splits if turned is None else max(splits, splits_of_a_few)
+    stride = splits if present is None else splits + splits_of_the_rest
     if begun is not None:
         partial, weights = begun
-    elif turned is None and splits == 1:
+    elif stride == 1:
         partial, weights = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device), None
     else:
         partial = torch.empty(batch, num_heads, stride, head_dim, dtype=torch.float32, device=queries.device)
         weights = torch.empty(batch, num_heads, stride, dtype=torch.float32, device=queries.device)
-    _attend_pages[(batch, num_kv_heads, splits if begun is None else splits_of_a_few)](
+    _attend_pages[(batch, num_kv_heads, splits if begun is None else splits_of_the_rest)](
         queries,
         keys,
         values,
         rows,
         seq_lens,
-        turned,
+        present,
         slot_pages,
         attended,
         partial,
@@ -64,7 +64,7 @@ def attend_pages(
         width,
         stride,
         scale * math.log2(math.e),
-        CORRECTED=int(begun is not None),
+        REST=begun is not None,
         H=num_kv_heads,
         G=group,
         D=head_dim,
@@ -73,27 +73,24 @@ def attend_pages(
         BLOCK_T=block_t,
         BLOCK_D=block_d,
         BLOCK_A=min(1024, triton.next_power_of_2(width)),
+        BLOCK_N=triton.next_power_of_2(stride),
         num_warps=4,
         num_stages=3,
     )
     if weights is None:
         return partial
-    if turned is not None and begun is None:
+    if present is not None and begun is None:
         return partial, weights
     output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
     _merge_splits[(num_heads, batch)](
         partial,
         weights,
-        turned,
         output,
-        splits,
-        splits_of_a_few,
         stride,
-        G=group,
         D=head_dim,
         BLOCK_N=triton.next_power_of_2(stride),
         BLOCK_D=block_d,
-        num_warps=1,
+        num_warps=1 if stride <= MOST_SPLITS else 2,
     )
     return output
 
@@ -105,7 +102,7 @@ def _attend_pages(
     p_values,  # [R * C, S, H, D]
     p_rows,  # [B]
     p_seq_lens,  # [B]
-    p_turned,  # [B, H] or None
+    p_present,  # [B, H] or None
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_output,  # [B, Hq, N, D]
@@ -116,7 +113,7 @@ def _attend_pages(
     A,
     N,
     scale,
-    CORRECTED: tl.constexpr,
+    REST: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -125,12 +122,13 @@ def _attend_pages(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_A: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    attends = splits > 0
-    if p_turned is not None:
-        attends = tl.load(p_turned + i_b * H + i_h).to(tl.int32) == CORRECTED
-    if not attends:
+    present = A
+    if p_present is not None:
+        present = tl.load(p_present + i_b * H + i_h).to(tl.int32)
+    if REST & (present >= A):
         return
     o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < G, o_d < D
@@ -148,9 +146,14 @@ def _attend_pages(
     for i_a in range(0, A, BLOCK_A):
         o_a = i_a + tl.arange(0, BLOCK_A)
         tokens += S * tl.sum((tl.load(p_list + o_a, mask=(o_a < A) & (row > 0), other=-1) >= 0).to(tl.int32), 0)
-    share = tl.cdiv(tl.cdiv(tokens, BLOCK_T), splits) * BLOCK_T
-    first = i_n * share
-    last = tl.minimum(first + share, tokens)
+    begin, end = 0, tl.minimum(present * S, tokens)
+    if REST:
+        begin, end = end, tokens
+    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_T), splits) * BLOCK_T
+    first = begin + i_n * share
+    last = tl.minimum(first + share, end)
+    if REST & (first >= end):
+        return
 
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
@@ -176,9 +179,15 @@ def _attend_pages(
     b_sum = tl.where(b_sum > 0, b_sum, 1.0)
     b_acc = b_acc / b_sum[:, None]
     o_out = (i_b * (H * G) + o_head) * N + i_n
+    if REST:
+        o_out += N - splits
     tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
     if p_weights is not None:
         tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
+        if (not REST) & (i_n == 0):  # of the second call, until it comes
+            o_n = splits + tl.arange(0, BLOCK_N)
+            o_rest = (i_b * (H * G) + o_head[:, None]) * N + o_n[None, :]
+            tl.store(p_weights + o_rest, float("-inf"), mask=m_g[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit
@@ -193,22 +202,16 @@ def _locate(p_list, p_pages, first_slot, o_token, last, seq_len, S: tl.constexpr
 def _merge_splits(
     p_partial,  # [B, Hq, N, D]
     p_weights,  # [B, Hq, N], logarithms to base 2
-    p_turned,  # [B, H] or None
     p_output,  # [B, Hq, D]
-    splits,
-    splits_of_a_few,
     N,
-    G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    if p_turned is not None:
-        splits = tl.where(tl.load(p_turned + i_head // G), splits_of_a_few, splits)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    m_n, m_d = o_n < splits, o_d < D
-    b_weight = tl.load(p_weights + i_head * N + o_n, mask=m_n, other=float("-inf"))
+    b_weight = tl.load(p_weights + i_head * N + o_n, mask=o_n < N, other=float("-inf"))
+    m_n, m_d = b_weight != float("-inf"), o_d < D  # what weighs nothing may not have been written
     o_part = (i_head * N + o_n)[:, None] * D + o_d[None, :]
     b_part = tl.load(p_partial + o_part, mask=m_n[:, None] & m_d[None, :], other=0.0)
     top = tl.max(b_weight, 0)

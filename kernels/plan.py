@@ -28,6 +28,7 @@ def plan_pages(
     counts: torch.Tensor,
     page_size: int,
     pooling: Pooling = "softmax-mean",
+    present: torch.Tensor | None = None,
 ) -> None:
     """As reference.plan_pages; one program for each request and kv head.
 
@@ -52,6 +53,7 @@ def plan_pages(
         misses.heads,
         misses.slots,
         counts,
+        present,
         num_pages,
         misses.host_pages.shape[0],
         AHEAD=int(ahead),
@@ -77,6 +79,7 @@ def _plan_pages(
     p_miss_heads,  # [M]
     p_miss_slots,  # [M]
     p_counts,  # [R, 3]
+    p_present,  # [B, H] or None
     P,
     M,
     AHEAD: tl.constexpr,
@@ -104,6 +107,8 @@ def _plan_pages(
     turned = tl.load(p_turned + i_b * H + i_h).to(tl.int32)
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     if (row <= 0) | (turned + AHEAD == 0):
+        if p_present is not None:
+            tl.store(p_present + i_b * H + i_h, A)
         return
     num_pages = tl.cdiv(seq_len + AHEAD, S)
     p_group = p_logits + (i_b * H + i_h) * G * P
@@ -149,7 +154,7 @@ def _plan_pages(
         m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
     # without slack every page that is held and not required gives way, or there are empty slots enough
     b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
-    b_order, num_kept = (b_ranks >> 16) - 1, b_ranks & 0xFFFF
+    b_order, num_kept = (b_ranks >> 16) - 1, tl.sum(m_kept.to(tl.int32), 0)
     m_victim = m_free & (b_order < num_missing)
     tl.debug_barrier()
     b_incoming = tl.load(p_missing + b_order, mask=m_victim, other=-1)
@@ -166,9 +171,11 @@ def _plan_pages(
         tl.atomic_add(p_counts + row * 3 + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
 
     p_list = p_attended + (row * H + i_h) * A
-    b_rank = num_kept + tl.minimum(b_order + 1, num_missing) - 1
+    b_rank = tl.where(m_kept, (b_ranks & 0xFFFF) - 1, num_kept + b_order)
     tl.store(p_list + b_rank, o_c, mask=(m_kept | m_victim) & (b_rank < A))
     tl.store(p_list + o_a, -1, mask=(o_a >= tl.minimum(num_pages, A)) & (o_a < A))
+    if p_present is not None:
+        tl.store(p_present + i_b * H + i_h, num_kept)
     if turned != AHEAD:
         tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 

@@ -419,6 +419,7 @@ def plan_pages(
     counts: torch.Tensor,
     page_size: int,
     pooling: Pooling = "softmax-mean",
+    present: torch.Tensor | None = None,
 ) -> None:
     """Select pages and give each a slot: keep what is resident, put what is missing where nothing is required.
 
@@ -433,11 +434,13 @@ def plan_pages(
         ahead: False to correct those kv heads, with candidates of ``seq_lens`` tokens; True to select for the next step, with
             candidates of one token more, for all kv heads.
         slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
-        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to, in ascending order, then -1.
+        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to: those that are in theirs, in ascending order, then those
+            that are not yet, in ascending order, then -1.
         misses: receives the pages to recall; a page about to begin has no content and is not among them.
         counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident. A corrected kv head
             selects twice with one query; its hits count when it is corrected.
         pooling: as :func:`select_pages`.
+        present: ``[B, H]`` int32, written: the pages at the head of a kv head's list that nothing is recalled into; A if it is not planned.
     """
     num_kv_heads, capacity = slot_pages.shape[1:]
     heads = ((rows > 0)[:, None] & (turned | ahead)).nonzero(as_tuple=True)
@@ -455,7 +458,12 @@ def plan_pages(
     incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
 
     slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
-    attended[rows[b], h] = _ranked(kept | victim, attended.shape[2])
+    place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
+    listed = place.sort(1).values[:, : attended.shape[2]]
+    attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
+    if present is not None:
+        present.fill_(attended.shape[2])
+        present[heads] = kept.sum(1, dtype=present.dtype)
     recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
     i, slot = recalled.nonzero(as_tuple=True)
     misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
@@ -475,10 +483,10 @@ def attend_pages(
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     scale: float,
-    turned: torch.Tensor | None = None,
+    present: torch.Tensor | None = None,
     begun: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention over the attended pages of every (request, kv head), in one call, or in two if some kv heads have to wait.
+    """Decode attention over the attended pages of every (request, kv head), in one call, or in two if some pages are on their way.
 
     Args:
         queries: ``[B, Hq, D]``.
@@ -487,8 +495,8 @@ def attend_pages(
         seq_lens: ``[B]`` tokens of context, the new one included; masks the partial last page.
         slot_pages: ``[R, H, C]`` int32 logical page in each slot.
         attended: ``[R, H, A]`` int32 slots to read, -1 for none.
-        turned: ``[B, H]`` bool, kv heads that have to wait: a first call attends for the others. None attends for all.
-        begun: what the first call returned: this one attends for the kv heads that had to wait.
+        present: ``[B, H]`` int32, of :func:`plan_pages`: a first call reads no more pages of a list than so many. None reads all.
+        begun: what the first call returned; this one attends to the others, and may read all.
 
     Returns:
         ``[B, Hq, D]``; of a first call something for the second.
@@ -497,8 +505,9 @@ def attend_pages(
     grouped = queries.unflatten(1, (num_kv_heads, -1))
     result = torch.zeros_like(grouped) if begun is None else begun.unflatten(1, (num_kv_heads, -1)).clone()
     wanted = (rows > 0)[:, None].expand(-1, num_kv_heads)
-    if turned is not None:
-        wanted = wanted & (turned if begun is not None else ~turned)
+    if present is not None:  # a kv head that has to wait for a page is left to the second call
+        waits = present < (attended[rows] >= 0).sum(-1)
+        wanted = wanted & (waits if begun is not None else ~waits)
     b, h = wanted.nonzero(as_tuple=True)
     if len(b):
         listed = attended[rows[b], h]

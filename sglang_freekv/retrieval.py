@@ -114,13 +114,11 @@ class Retrieval:
 
         in_flight = self.in_flight[layer]
         in_flight.append(self.selection.submit(score))
-        starts, filled = kernels.append_tokens(
-            keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
-        )
         turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts[NOW], self.cache.num_kv_heads)
+        present = torch.empty_like(turned, dtype=torch.int32)
 
         def plan_now() -> None:
-            self._plan(layer, logits[0], batch, turned, NOW)
+            self._plan(layer, logits[0], batch, turned, NOW, present)
 
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
@@ -140,12 +138,15 @@ class Retrieval:
 
         planned = self.selection.submit(plan_now)
         corrected = self.selection.submit(correct)
+        starts, filled = kernels.append_tokens(  # not sooner: the plan, which leaves the window's slots alone, need not wait for it
+            keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
+        )
         in_flight.append(self.selection.submit(store_filled))
         tables = (cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended)
         planned.wait()  # beside the attention, which fills the memory's bandwidth, the plan would take twice as long
-        begun = kernels.attend_pages(queries, *tables, scale, turned)
+        begun = kernels.attend_pages(queries, *tables, scale, present)
         corrected.wait()
-        output = kernels.attend_pages(queries, *tables, scale, turned, begun)
+        output = kernels.attend_pages(queries, *tables, scale, present, begun)
         in_flight.append(self.selection.submit(plan_ahead))
         return output
 
@@ -220,7 +221,9 @@ class Retrieval:
         if self.canary is not None:
             self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
 
-    def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, when: int) -> None:
+    def _plan(
+        self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, when: int, present: torch.Tensor | None = None
+    ) -> None:
         """Select, and list what is missing: NOW for the kv heads that turned, AHEAD for all and the next step."""
         cache = self.cache.layers[layer]
         kernels.plan_pages(
@@ -237,6 +240,7 @@ class Retrieval:
             self.counts[when],
             self.config.page_size,
             self.policy.pooling,
+            present,
         )
 
     def _seed(

@@ -430,16 +430,26 @@ def _without_waiting_for_the_plan(retrieval) -> None:
 
 def _without_waiting_for_the_correction(retrieval) -> None:
     """Attention of kv heads that turned reads pages of the step before."""
-    submit, kept = retrieval.selection.submit, []
+    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "correct")
+
+
+def _attending_before_the_plan(retrieval) -> None:
+    """The first attention reads lists that are still being written, and how much of them is there."""
+    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "plan_now")
+
+
+def _unawaited(submit, name: str):
+    """``submit`` whose handle of the work of that name waits for nothing."""
+    kept = []
 
     def unawaited(work, behind=None):
         handle = submit(work, behind)
-        if work.__name__ != "correct":
+        if work.__name__ != name:
             return handle
         kept.append(handle)
         return type("Ignored", (), {"wait": lambda self: None})()
 
-    retrieval.selection.submit = unawaited
+    return unawaited
 
 
 def _unordered(submit, name: str):
@@ -463,6 +473,7 @@ EDGES = [
     _without_waiting_for_the_attention,
     _without_waiting_for_the_correction,
     _without_waiting_for_the_plan,
+    _attending_before_the_plan,
 ]
 
 

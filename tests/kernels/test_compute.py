@@ -257,22 +257,30 @@ def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rest", [1, 9, 1056])
 @SPLITS
-def test_attention_of_the_heads_that_turned_and_of_the_others_is_attention_of_all(programs, monkeypatch):
+def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(programs, rest, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
+    monkeypatch.setattr(attend, "PROGRAMS_OF_THE_REST", rest)
     case = attention_case(3, 2, 16, S=4)
-    queries, rows = case[0], case[3]
+    queries, keys, values, rows, lens, slot_pages, attended, scale = case
+    (width, capacity), listed = (attended.shape[2], slot_pages.shape[2]), (attended[rows.long()] >= 0).sum(-1)
     whole = attend.attend_pages(*case)
-    turned = (torch.rand(len(rows), 3, device=DEVICE) < 0.5) & (rows > 0)[:, None]
-    cells = (rows[:, None] * case[5].shape[2] + torch.arange(case[5].shape[2], device=DEVICE)).flatten()
-    waiting = torch.zeros(len(case[1]), 3, dtype=torch.bool, device=DEVICE)
-    waiting[cells] = turned.repeat_interleave(case[5].shape[2], 0)
-    assert turned.any() and not turned[rows > 0].all()
+    share = torch.tensor([0.0, 0.5, 1.0], device=DEVICE)[torch.randint(3, listed.shape, device=DEVICE)]
+    present = torch.where(torch.rand(listed.shape, device=DEVICE) < 0.3, width, (share * listed).int()).int()
+    waits = (present < listed) & (rows > 0)[:, None]
+    assert waits.any() and not waits[rows > 0].all() and (present == listed).any()
+    coming = torch.zeros(len(keys), 3, dtype=torch.bool, device=DEVICE)
+    for b, h in waits.nonzero().tolist():
+        coming[rows[b] * capacity + attended[rows[b], h, present[b, h] : listed[b, h]].long(), h] = True
+    not_yet = [tensor.masked_fill(coming[:, None, :, None], torch.nan) for tensor in (keys, values)]
     for attend_pages in (attend.attend_pages, reference.attend_pages):
-        keys, values = (tensor.masked_fill(waiting[:, None, :, None], torch.nan) for tensor in case[1:3])  # not there yet
-        begun = attend_pages(queries, keys, values, *case[3:], turned)
-        output = attend_pages(*case, turned, begun)
+        begun = attend_pages(queries, *not_yet, *case[3:], present)
+        output = attend_pages(*case, present, begun)
         torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-5)
+    begun = attend.attend_pages(queries, *not_yet, *case[3:], present)
+    lost = attend.attend_pages(queries, *not_yet, *case[3:], present, begun).unflatten(1, (3, -1)).isnan().any(-1).any(-1)
+    assert lost.any() and not (lost & ~waits).any(), "what never came is not hidden, nor anybody else's"
 
 
 @pytest.mark.parametrize("dtype, index", LOW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import get_args
 
@@ -31,6 +32,7 @@ class State:
     def __init__(self, capacity: int, budget: PageBudget) -> None:
         self.slot_pages = torch.full((R, H, capacity), NEVER, dtype=torch.int32, device=DEVICE)
         self.attended = torch.full((R, H, budget.total), NEVER, dtype=torch.int32, device=DEVICE)
+        self.present = torch.full((len(ROWS), H), NEVER, dtype=torch.int32, device=DEVICE)
         self.counts = torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
         self.misses = Misses.allocate(len(ROWS) * H * budget.total, DEVICE)
         self.empty()
@@ -39,6 +41,7 @@ class State:
         """Poison what a plan writes without having read it."""
         self.misses.clear()
         self.attended.fill_(NEVER)
+        self.present.fill_(NEVER)
         for column in (self.misses.host_pages, self.misses.heads, self.misses.slots):
             column.fill_(NEVER)
 
@@ -94,14 +97,15 @@ class Sequences:
 
     def plan(self, module, state: State, logits: torch.Tensor, turned: torch.Tensor, ahead: bool) -> None:
         args = (logits, self.rows, self.seq_lens, self.page_table, self.budget, turned, ahead)
-        module.plan_pages(*args, state.slot_pages, state.attended, state.misses, state.counts, self.size, self.pooling)
+        written = state.slot_pages, state.attended, state.misses, state.counts
+        module.plan_pages(*args, *written, self.size, self.pooling, None if ahead else state.present)
 
     def plan_both(self, logits: torch.Tensor, turned: torch.Tensor, ahead: bool) -> None:
         self.plan(plan, self.ours, logits, turned, ahead)
         self.plan(reference, self.theirs, logits, turned, ahead)
 
     def assert_alike(self) -> None:
-        for name in ("slot_pages", "attended", "counts"):
+        for name in ("slot_pages", "attended", "counts", "present"):
             assert torch.equal(getattr(self.ours, name), getattr(self.theirs, name)), name
         assert self.ours.listed() == self.theirs.listed()
 
@@ -114,7 +118,7 @@ class Sequences:
             held = [page for page in table if page != -1]
             assert len(held) == len(set(held)) and all(0 <= page < num_pages for page in held)
             listed = [slot for slot in attended if slot != -1]
-            assert listed == sorted(set(listed)) and attended == listed + [-1] * (len(attended) - len(listed))
+            assert len(listed) == len(set(listed)) and attended == listed + [-1] * (len(attended) - len(listed))
             assert all(0 <= slot < len(table) for slot in listed) and len(listed) == min(num_pages, budget.total)
             pages = {table[slot] for slot in listed}
             candidates = set(range(budget.sink, num_pages - budget.window))
@@ -257,6 +261,32 @@ def test_a_kept_page_keeps_its_slot_and_the_missing_go_where_they_are_told():
     assert len(units) == (moved & (run.ours.slot_pages < contents[:, None, None])).sum() > 0
 
 
+@pytest.mark.parametrize("capacity", [8, 11])
+def test_what_is_in_its_slot_is_listed_before_what_is_not(capacity):
+    run, recalled = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), capacity, 4, 3), 0
+    run.seed(run.logits(True))
+    for _ in range(STEPS):
+        run.seq_lens += 1
+        before, turned = run.ours.slot_pages.clone(), turn()
+        run.ours.empty()
+        run.plan(plan, run.ours, run.logits(False), turned, False)
+        into = {(head, slot) for _, head, slot in run.ours.listed()}
+        for b, h in product(range(len(ROWS)), range(H)):
+            present = int(run.ours.present[b, h])
+            if not turned[b, h]:
+                assert present == run.budget.total
+                continue
+            slots = [slot for slot in run.ours.attended[ROWS[b], h].tolist() if slot != -1]
+            there, others = slots[:present], slots[present:]
+            assert there == sorted(there) and others == sorted(others)
+            table, old = run.ours.slot_pages[ROWS[b], h].tolist(), before[ROWS[b], h].tolist()
+            assert all(table[slot] == old[slot] for slot in there) and all(table[slot] != old[slot] for slot in others)
+            assert into.isdisjoint((h, ROWS[b] * capacity + slot) for slot in there)
+            recalled += len(others)
+        run.plan(plan, run.ours, run.logits(True), turned, True)
+    assert recalled > 0
+
+
 def test_what_does_not_fit_the_list_is_not_written():
     run = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 8, 4, 3)
     run.seed(run.logits(True))
@@ -276,10 +306,10 @@ def test_pages_of_the_past_are_ranked_by_weight_and_then_by_slot_for_eviction():
     state, page_table = State(6, budget), torch.arange(10, 18, device=DEVICE)[None]
     state.slot_pages[1] = torch.arange(6, device=DEVICE)
     turned = torch.tensor([[True, False]], device=DEVICE)
-    for length, table in ((8, [0, 6, 2, 3, 7, 5]), (8, [0, 6, 2, 3, 7, 5])):
-        plan.plan_pages(logits, one, one * length, page_table, budget, turned, False, *(
+    for listed in ([3, 1, 4], [1, 3, 4]):  # what comes is behind what is there, until it has come
+        plan.plan_pages(logits, one, one * 8, page_table, budget, turned, False, *(
             state.slot_pages, state.attended, state.misses, state.counts, 1))  # fmt: skip
-        assert state.slot_pages[1].tolist() == [table, [0, 1, 2, 3, 4, 5]]
-        assert state.attended[1].tolist() == [[1, 3, 4], [NEVER] * 3]
+        assert state.slot_pages[1].tolist() == [[0, 6, 2, 3, 7, 5], [0, 1, 2, 3, 4, 5]]
+        assert state.attended[1].tolist() == [listed, [NEVER] * 3]
     assert state.listed() == {(16, 0, 7), (17, 0, 10)}
     assert state.counts[1].tolist() == [0 + 2, 2, 0]

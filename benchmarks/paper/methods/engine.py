@@ -24,12 +24,12 @@ class OnTrigger(Retrieval):
         shape = batch, self.cache.layers[0].previous_queries.shape[1], width
         self.frozen = [torch.randn(shape, device=layer.keys.device) for layer in self.cache.layers]
 
-    def _plan(self, layer, logits, batch, turned, when) -> None:
+    def _plan(self, layer, logits, batch, turned, when, *present) -> None:
         if when == AHEAD:
             frozen = self.frozen[layer]
             torch.where(turned.repeat_interleave(logits.shape[1] // turned.shape[1], 1)[..., None], logits, frozen, out=frozen)
             logits = frozen
-        super()._plan(layer, logits, batch, turned, when)
+        super()._plan(layer, logits, batch, turned, when, *present)
 
 
 class Asking(Replay):
