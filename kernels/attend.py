@@ -10,7 +10,7 @@ import triton.language as tl
 
 PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
 PROGRAMS_OF_THE_REST = 1056  # where most have nothing to do, the others should not take long
-MOST_SPLITS = 64  # of one kv head, of each call: a warp or two merge them, and hold all
+MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8  # of one kv head: the merge holds all; a fifth of the selected pages is a few tiles
 
 
 def attend_pages(
@@ -36,8 +36,8 @@ def attend_pages(
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
     splits, splits_of_the_rest = (
-        max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t), MOST_SPLITS))
-        for programs in (PROGRAMS, PROGRAMS_OF_THE_REST)
+        max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t), most))
+        for programs, most in ((PROGRAMS, MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST))
     )
     stride = splits if present is None else splits + splits_of_the_rest
     if begun is not None:
@@ -73,7 +73,7 @@ def attend_pages(
         BLOCK_T=block_t,
         BLOCK_D=block_d,
         BLOCK_A=min(1024, triton.next_power_of_2(width)),
-        BLOCK_N=triton.next_power_of_2(stride),
+        BLOCK_REST=triton.next_power_of_2(MOST_SPLITS_OF_THE_REST),
         num_warps=4,
         num_stages=3,
     )
@@ -82,15 +82,16 @@ def attend_pages(
     if present is not None and begun is None:
         return partial, weights
     output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
+    block_n = triton.next_power_of_2(stride)
     _merge_splits[(num_heads, batch)](
         partial,
         weights,
         output,
         stride,
         D=head_dim,
-        BLOCK_N=triton.next_power_of_2(stride),
+        BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=1 if stride <= MOST_SPLITS else 2,
+        num_warps=max(1, block_n // 32),
     )
     return output
 
@@ -122,7 +123,7 @@ def _attend_pages(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_A: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     present = A
@@ -185,7 +186,7 @@ def _attend_pages(
     if p_weights is not None:
         tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
         if (not REST) & (i_n == 0):  # of the second call, until it comes
-            o_n = splits + tl.arange(0, BLOCK_N)
+            o_n = splits + tl.arange(0, BLOCK_REST)
             o_rest = (i_b * (H * G) + o_head[:, None]) * N + o_n[None, :]
             tl.store(p_weights + o_rest, float("-inf"), mask=m_g[:, None] & (o_n < N)[None, :])
 

@@ -257,7 +257,7 @@ def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rest", [1, 9, 1056])
+@pytest.mark.parametrize("rest", [1, 30, 1056])
 @SPLITS
 def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(programs, rest, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
