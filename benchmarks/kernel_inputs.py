@@ -59,6 +59,7 @@ class Layer:
     new_keys: torch.Tensor
     new_values: torch.Tensor
     turned: torch.Tensor
+    present: torch.Tensor
     logits: tuple[torch.Tensor, torch.Tensor]  # planned in turn, each makes ``new_pages`` of every kv head missing
 
 
@@ -109,6 +110,7 @@ class Inputs:
             new_keys=self.draw(case.batch, case.kv_heads, case.head_dim),
             new_values=self.draw(case.batch, case.kv_heads, case.head_dim),
             turned=turned,
+            present=torch.where(turned, case.budget.total - case.new_pages, case.budget.total).to(torch.int32),
             logits=self._logits(),
         )
         reference.seed_slots(
@@ -165,11 +167,11 @@ def check_plan(inputs: Inputs, layer: Layer, logits: torch.Tensor, ahead: bool, 
     for planner in (plan, reference.plan_pages):
         tables, counts = (layer.slot_pages.clone(), layer.attended.clone()), inputs.counts.clone()
         misses = Misses.allocate(1 << 16, inputs.device)
-        planner(
-            logits, rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, ahead, *tables, misses, counts, case.page_size
-        )
-        outcome.append((tables[0][rows].long(), tables[1][rows].long(), misses.columns(), counts[rows]))
-    (pages, attended, (host_pages, heads, slots), counts), (expected_pages, expected, _, expected_counts) = outcome
+        present = None if ahead else torch.empty_like(layer.present)
+        written = (*tables, misses, counts, case.page_size, "softmax-mean", present)
+        planner(logits, rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, ahead, *written)
+        outcome.append((tables[0][rows].long(), tables[1][rows].long(), misses.columns(), counts[rows], present))
+    (pages, attended, (host_pages, heads, slots), counts, present), (expected_pages, expected, _, expected_counts, _) = outcome
 
     planned = layer.turned | ahead
     weights, _, required = reference.select_pages(logits, inputs.seq_lens + ahead, case.budget, case.kv_heads, case.page_size)
@@ -190,6 +192,11 @@ def check_plan(inputs: Inputs, layer: Layer, logits: torch.Tensor, ahead: bool, 
     assert not (required & ~chosen & ~(weights <= lightest + tolerance))[planned].any(), "required pages are missing"
     before = layer.slot_pages[rows].long()
     changed = (pages != before) & (pages < (inputs.seq_lens // case.page_size)[:, None, None])
+    if not ahead:
+        there = (pages == before).gather(2, attended.clamp(min=0)) & (attended >= 0)
+        first = torch.arange(attended.shape[2], device=inputs.device) < present[..., None]
+        assert torch.equal((there & first).sum(-1)[planned], present.long()[planned]), "a list does not begin with what is there"
+        assert (present[~planned] == attended.shape[2]).all(), "a list that was not planned is not whole"
     assert len(slots) == int(changed.sum()), f"{len(slots)} units are to be recalled, expected {int(changed.sum())}"
     request = torch.full((inputs.num_rows,), -1, device=inputs.device).scatter_(0, rows, torch.arange(case.batch, device=inputs.device))
     b, slot = request[slots.long() // case.capacity], slots.long() % case.capacity

@@ -143,13 +143,13 @@ def _score_bytes(inputs: Inputs, read: torch.Tensor, elements: int) -> int:
 
 
 def plan_pages(inputs: Inputs, ahead: bool) -> Trial:
-    case = inputs.case
+    case, present = inputs.case, torch.empty_like(inputs.layers[0].present)
     same = min(_mostly(check_plan(inputs, layer, layer.logits[1], ahead, kernels.plan_pages)) for layer in inputs.layers[:2])
 
     def run(layer, which):
         where = (inputs.rows, inputs.seq_lens, inputs.page_table)
-        written = (layer.slot_pages, layer.attended, inputs.misses, inputs.counts)
-        kernels.plan_pages(layer.logits[which], *where, case.budget, layer.turned, ahead, *written, case.page_size)
+        written = (layer.slot_pages, layer.attended, inputs.misses, inputs.counts, case.page_size, "softmax-mean")
+        kernels.plan_pages(layer.logits[which], *where, case.budget, layer.turned, ahead, *written, None if ahead else present)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
     inputs.misses.clear()
@@ -166,8 +166,7 @@ def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
         where = (inputs.rows, inputs.seq_lens, layer.slot_pages, layer.attended, scale)
         if not in_two:
             return kernel(queries, keys, values, *where)
-        present = torch.where(layer.turned, case.budget.total - case.new_pages, case.budget.total).to(torch.int32)
-        return kernel(queries, keys, values, *where, present, kernel(queries, keys, values, *where, present))
+        return kernel(queries, keys, values, *where, layer.present, kernel(queries, keys, values, *where, layer.present))
 
     layer = inputs.layers[0]
     exact = run(reference.attend_pages, layer, layer.queries.float(), layer.keys.float(), layer.values.float())

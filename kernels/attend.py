@@ -177,7 +177,7 @@ def _attend_pages(
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
         b_max = b_new
 
-    b_sum = tl.where(b_sum > 0, b_sum, 1.0)
+    b_sum = tl.where(b_sum == 0, 1.0, b_sum)  # NaN stays, so that the weight is NaN too: what weighs -inf is not merged
     b_acc = b_acc / b_sum[:, None]
     o_out = (i_b * (H * G) + o_head) * N + i_n
     if REST:

@@ -1,8 +1,9 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
-One step of one layer: finish last step's recall, append the new token, attend for the kv heads whose query is like the last one; beside
-that, on the selection stream, score pages and correct the others, then attend for them. The selection stream goes on to offload the page
-that is full, and behind the attention selects for the next step what the transfer stream then recalls, beside the next layer.
+One step of one layer: finish last step's recall, score the pages on the selection stream, and plan a correction of the kv heads whose query
+is not like the last one; append the new token beside that. Then attend to what is there, beside the correction's recall, and behind it to
+the rest. The selection stream goes on to offload the page that is full, and behind the attention selects for the next step what the transfer
+stream then recalls, beside the next layer.
 """
 
 from __future__ import annotations
@@ -137,13 +138,13 @@ class Retrieval:
             self._verify(layer, self.ahead[layer])
 
         planned = self.selection.submit(plan_now)
-        corrected = self.selection.submit(correct)
         starts, filled = kernels.append_tokens(  # not sooner: the plan, which leaves the window's slots alone, need not wait for it
             keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
         )
+        corrected = self.selection.submit(correct)
         in_flight.append(self.selection.submit(store_filled))
         tables = (cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended)
-        planned.wait()  # beside the attention, which fills the memory's bandwidth, the plan would take twice as long
+        planned.wait()
         begun = kernels.attend_pages(queries, *tables, scale, present)
         corrected.wait()
         output = kernels.attend_pages(queries, *tables, scale, present, begun)
