@@ -1,9 +1,9 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
-One step of one layer: finish last step's recall, score the pages on the selection stream, and plan a correction of the kv heads whose query
-is not like the last one; append the new token beside that. Then attend to what is there, beside the correction's recall, and behind it to
-the rest. The selection stream goes on to offload the page that is full, and behind the attention selects for the next step what the transfer
-stream then recalls, beside the next layer.
+One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads
+whose query is not like the last one; append the new token beside that. Then attend to what is there, beside the correction's recall, and
+behind it to the rest. The selection stream goes on to offload the page that is full, and behind the attention selects for the next step
+what the transfer stream then recalls, beside the next layer.
 """
 
 from __future__ import annotations
