@@ -47,7 +47,7 @@ class Step:
     ) -> None:
         pages, host_pages = longest // config.page_size + 1, HOST_TOKENS // config.page_size
         selection = CudaStream(DEVICE)
-        transfers = selection if variant.get("one_stream") else CudaStream(DEVICE)
+        appends, transfers = (selection if variant.get("one_stream") else CudaStream(DEVICE) for _ in range(2))
         recall = drain if variant.get("copies_off") else kernels.recall_pages
         if programs := variant.get("programs"):
 
@@ -55,7 +55,7 @@ class Step:
                 kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs)
 
         policy = replayed(config, controls)
-        self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
+        self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())
         if every := variant.get("canary"):
             self.retrieval.canary = Canary(LAYERS, host_pages, KV_HEADS, config.page_size, every, DEVICE)
             for checksums in self.retrieval.canary.checksums:

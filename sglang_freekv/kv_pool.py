@@ -66,7 +66,7 @@ class FreeKVPool(MHATokenToKVPool):
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         self._init_data_ptrs_and_strides()
         policy = POLICIES[self.config.method](self.config)
-        selection, transfers = make_stream(self.device), make_stream(self.device)
+        selection, appends, transfers = (make_stream(self.device) for _ in range(3))
         self.store = Store.build(
             self.config,
             self.shape,
@@ -84,7 +84,7 @@ class FreeKVPool(MHATokenToKVPool):
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
         attention = FlashInferExtend(*heads, self.dtype, self.device, EXTEND_WORKSPACE_BYTES) if on_gpu else ReferenceExtend()
-        self.retrieval = Retrieval(self.config, policy, self.store, selection, transfers, recall, attention)
+        self.retrieval = Retrieval(self.config, policy, self.store, selection, appends, transfers, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:
         if layer_id in self.retrieval_index:

@@ -1,9 +1,9 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
 One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads
-whose query is not like the last one; append the new token beside that. Then attend to what is there, beside the correction's recall, and
-behind it to the rest. The selection stream goes on to offload the page that is full, and behind the attention selects for the next step
-what the transfer stream then recalls, beside the next layer.
+whose query is not like the last one. Beside that append the new token, and offload the page that it fills. Then attend to what is there,
+beside the correction's recall, and behind it to the rest. Behind the attention the selection stream selects for the next step what the
+transfer stream then recalls, beside the next layer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Retrieval:
         config: budget, sink and window.
         policy: digests and their scores, pooling, correction.
         store: host pool, digests and device cache.
-        selection: the stream of corrections, and of what precedes recall: digests, offload of a filled page, scores, plans.
+        selection: the stream of scores, plans and corrections.
+        appends: the stream of new tokens, and of the digest and the offload of a page that one fills.
         transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
         recall: how missing pages come.
         extend_attention: of the device.
@@ -76,12 +77,13 @@ class Retrieval:
         policy: Policy,
         store: Store,
         selection: TransferStream,
+        appends: TransferStream,
         transfers: TransferStream,
         recall: Recall,
         extend_attention: ExtendAttention,
     ) -> None:
         self.config, self.policy, self.store = config, policy, store
-        self.selection, self.transfers = selection, transfers
+        self.selection, self.appends, self.transfers = selection, appends, transfers
         self.recall, self.extend_attention = recall, extend_attention
         self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
         device = self.cache.layers[0].keys.device
@@ -113,8 +115,16 @@ class Retrieval:
         def score() -> None:
             logits.append(policy.digests.score(queries, digests, batch, scale))
 
+        def append() -> None:
+            starts, filled = kernels.append_tokens(
+                keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
+            )
+            policy.digests.write(cache.token_rows[0], starts, filled, digests)
+            self._offload(layer, *cache.token_rows, starts, filled)
+
         in_flight = self.in_flight[layer]
         in_flight.append(self.selection.submit(score))
+        appended = self.appends.submit(append)
         turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts[NOW], self.cache.num_kv_heads)
         present = torch.empty_like(turned, dtype=torch.int32)
 
@@ -124,10 +134,8 @@ class Retrieval:
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
 
-        def store_filled() -> None:
+        def verify() -> None:
             self._verify(layer, self.corrected)  # not sooner: the computation waits for the correction
-            policy.digests.write(cache.token_rows[0], starts, filled, digests)
-            self._offload(layer, *cache.token_rows, starts, filled)
 
         def plan_ahead() -> None:
             self._plan(layer, logits.pop(), batch, turned, AHEAD)
@@ -138,12 +146,10 @@ class Retrieval:
             self._verify(layer, self.ahead[layer])
 
         planned = self.selection.submit(plan_now)
-        starts, filled = kernels.append_tokens(  # not sooner: the plan, which leaves the window's slots alone, need not wait for it
-            keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
-        )
         corrected = self.selection.submit(correct)
-        in_flight.append(self.selection.submit(store_filled))
+        in_flight.append(self.selection.submit(verify))
         tables = (cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended)
+        appended.wait()
         planned.wait()
         begun = kernels.attend_pages(queries, *tables, scale, present)
         corrected.wait()

@@ -101,12 +101,12 @@ class Engine:
         shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, math.prod(digest), 4)
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
-        selection, transfers = stream(), stream()
+        selection, appends, transfers = stream(), stream(), stream()
         store = Store.build(config, shape, 400 * config.page_size, 8, 500, digest, torch.float32, device, transfers)
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
-        self.retrieval = Retrieval(config, policy, store, selection, transfers, recall, ReferenceExtend())
+        self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 

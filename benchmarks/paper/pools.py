@@ -31,9 +31,9 @@ class Pools:
         kv = KVShape(shape.layers, 0, shape.kv_heads, shape.query_heads, shape.head_dim, math.prod(digest), dtype.itemsize)
         self.side = torch.cuda.Stream(device) if device == "cuda" else None  # of what is captured
         # for all methods: a library keeps memory for each stream, and of PyTorch's every 32nd is the same one again
-        self.streams = make_stream(device), make_stream(device)
+        self.streams = tuple(make_stream(device) for _ in range(3))
         self.store = Store.build(
-            config, kv, host_tokens - config.page_size, rows, config.page_size, digest, dtype, device, self.streams[0]
+            config, kv, host_tokens - config.page_size, rows, config.page_size, digest, dtype, device, self.streams[-1]
         )
         for tensor in (*self.store.digests.layers, *(each for layer in self.store.cache.layers for each in (layer.keys, layer.values))):
             tensor.normal_()

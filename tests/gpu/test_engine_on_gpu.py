@@ -438,6 +438,11 @@ def _attending_before_the_plan(retrieval) -> None:
     retrieval.selection.submit = _unawaited(retrieval.selection.submit, "plan_now")
 
 
+def _without_waiting_for_the_append(retrieval) -> None:
+    """Attention reads the slot of a token that has yet to be written."""
+    retrieval.appends.submit = _unawaited(retrieval.appends.submit, "append")
+
+
 def _unawaited(submit, name: str):
     """``submit`` whose handle of the work of that name waits for nothing."""
     kept = []
@@ -455,7 +460,7 @@ def _unawaited(submit, name: str):
 def _unordered(submit, name: str):
     """``submit`` without its own wait for the current stream, for the work of that name; what that submits in its turn waits.
 
-    Of that name alone: an offload that runs before its page numbers are there stores wherever they point."""
+    Of that name alone: what else the stream is given may store wherever numbers point that are not there yet."""
     wait = torch.cuda.Stream.wait_stream
 
     def too_early(work, behind=None):
@@ -474,6 +479,7 @@ EDGES = [
     _without_waiting_for_the_correction,
     _without_waiting_for_the_plan,
     _attending_before_the_plan,
+    _without_waiting_for_the_append,
 ]
 
 
