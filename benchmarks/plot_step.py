@@ -21,7 +21,7 @@ KINDS = (
     ("_append", "append"), ("_needs_correction", "correction test"), ("_digest", "digest, offload"), ("_offload", "digest, offload"),
     ("_score", "score"), ("_plan", "plan"), ("_recall", "recall"), ("_attend", "attention"), ("_merge", "attention"), ("nvjet", "GEMM"),
 )  # fmt: skip
-LANES = ("main", "selection", "transfers")
+LANES = ("main", "appends", "selection", "transfers")
 
 
 def kind_of(name: str) -> str:
@@ -30,26 +30,24 @@ def kind_of(name: str) -> str:
 
 def lanes_of(kernels: list[list]) -> list[tuple[str, str, float, float]]:
     """(lane, kind, begin, length): streams of a graph have no names, so a kernel's place in the layer tells its lane."""
-    placed, after_digest, recalls = [], False, 0
+    placed, plans = [], 0
     for name, _, begin, length in kernels:
         kind = kind_of(name)
-        if kind == "append":
-            after_digest, recalls = False, 0
-        if kind == "digest, offload":
-            after_digest = True
-        if kind == "recall":
-            lane = "selection" if not after_digest and recalls == 0 and length < 100 else "transfers"
-            recalls += lane == "selection"
+        plans = 0 if kind == "score" else plans + (kind == "plan")
+        if kind in ("append", "digest, offload"):
+            lane = "appends"
+        elif kind in ("score", "plan") or kind == "recall" and plans == 1:
+            lane = "selection"
         else:
-            lane = "selection" if kind in ("digest, offload", "score", "plan") else "main"
+            lane = "transfers" if kind == "recall" else "main"
         placed.append((lane, kind, begin, length))
     return placed
 
 
 def picture(kernels: list[list]) -> str:
     """SVG of ``LAYERS`` layers; what waits for nothing else on the main lane is exposed."""
-    appends = [begin for name, _, begin, _ in kernels if name.startswith("_append")]
-    first, last = appends[LAYER], appends[LAYER + LAYERS]
+    begins = [begin for name, _, begin, _ in kernels if name.startswith("_score")]
+    first, last = begins[LAYER], begins[LAYER + LAYERS]
     scale = (WIDTH - LEFT - 20) / (last - first)
     height = TOP + len(LANES) * (LANE + GAP) + 70
     parts = [
