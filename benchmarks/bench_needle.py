@@ -36,6 +36,7 @@ SYSTEMS = {
     "tp-2-budget-512": SMALL | {"--tp": 2},
 }
 LIKE_SMALL = [name for name in SYSTEMS if name not in ("stock", "covering", "budget-512", "tp-2-covering")]
+ONE_BY_ONE = ("stock", "covering")  # so that batches, whose size changes sums, are the same
 PAIRS = (("stock", "covering"), ("covering", "tp-2-covering"), *(("budget-512", other) for other in LIKE_SMALL))
 
 
@@ -47,14 +48,14 @@ def questions() -> list[tuple[int, object]]:
     return [(length, document.ask(fact)) for length, document in documents for fact in document.facts[: len(TASKS)]]
 
 
-def answer_all(server: Server, prompts: list) -> list[list[int]]:
-    """Greedy tokens, at ``CONCURRENCY``."""
+def answer_all(server: Server, prompts: list, concurrency: int = CONCURRENCY) -> list[list[int]]:
+    """Greedy tokens, of so many requests at once."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
     def answer(prompt) -> list[int]:
         return server.post("/generate", {"input_ids": list(map(int, prompt.token_ids)), "sampling_params": sampling})["output_ids"]
 
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
+    with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(answer, prompts))
 
 
@@ -72,7 +73,7 @@ def main() -> int:
         "--model-path": NEEDLE_MODEL, "--device": "cuda", "--dtype": "bfloat16", "--mem-fraction-static": 0.5, "--random-seed": 0,
         "--sampling-backend": "pytorch", "--max-running-requests": CONCURRENCY, "--max-total-tokens": 200_000,
     }  # fmt: skip
-    answers, rows = {}, []
+    answers, alone, rows = {}, {}, []
     with tempfile.TemporaryDirectory() as scratch:
         servers = {}
         for name, flags in SYSTEMS.items():
@@ -86,6 +87,8 @@ def main() -> int:
                 server.wait_until_ready(lambda news: None)
                 answers[name] = answer_all(server, prompts)
                 again = answer_all(server, prompts)
+                if name in ONE_BY_ONE:
+                    alone[name] = answer_all(server, prompts, concurrency=1)
                 right: dict[str, list[bool]] = {}
                 for (length, prompt), tokens in zip(asked, answers[name]):
                     found = tuple(tokens[: len(prompt.answer_token_ids)]) == tuple(prompt.answer_token_ids)
@@ -103,9 +106,12 @@ def main() -> int:
             server.stop()
     for one, other in PAIRS:
         if one in answers and other in answers:
-            same = equal_tokens(answers[one], answers[other])
-            report.add(f"{one} / {other}", {"equal_tokens": same, "tokens": len(asked) * NEW_TOKENS})
-            rows.append((f"tokens of {one} and {other}", same))
+            result = {"equal_tokens": equal_tokens(answers[one], answers[other]), "tokens": len(asked) * NEW_TOKENS}
+            rows.append((f"tokens of {one} and {other}", result["equal_tokens"]))
+            if one in alone and other in alone:
+                result["equal_tokens_one_by_one"] = equal_tokens(alone[one], alone[other])
+                rows.append(("the same, one request at a time", result["equal_tokens_one_by_one"]))
+            report.add(f"{one} / {other}", result)
     header = ("right answers", *(accuracy if rows else ()), "repeat") if rows else ("nothing",)
     width = len(header)
     return report.finish(table(header, [[*row, *[None] * (width - len(row))] for row in rows]))
