@@ -18,6 +18,7 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
 from sglang_freekv.digests import digests_of
+from sglang_freekv.kernels import Reads
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -66,13 +67,14 @@ class Step:
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
             kernels.seed_slots(logits, rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size)
+        reads = [Reads.of(rows, cache.slot_pages, cache.attended) for cache in store.cache.layers]
         self.batch = DecodeBatch(rows, self.seq_lens, table)
         self.hidden = torch.randn(batch, SHAPE.hidden, dtype=DTYPE, device=DEVICE)
         scale = HEAD_DIM**-0.5
 
         def attend(layer: int, q, k, v) -> torch.Tensor:
             cache = store.cache.layers[layer]
-            return kernels.attend_pages(q, cache.keys, cache.values, rows, self.seq_lens, cache.slot_pages, cache.attended, scale)
+            return kernels.attend_pages(q, cache.keys, cache.values, self.seq_lens, reads[layer], scale)
 
         def retrieve(layer: int, q, k, v) -> torch.Tensor:
             return self.retrieval.decode(layer, q, k, v, self.batch, scale)

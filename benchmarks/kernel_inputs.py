@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import Misses, reference
+from sglang_freekv.kernels import Misses, Reads, reference
 
 CACHED_BYTES = 256 << 20  # several times an H200's L2: rotating among sets of so many bytes, none is in it
 MISSED = 0.21
@@ -59,7 +59,7 @@ class Layer:
     new_keys: torch.Tensor
     new_values: torch.Tensor
     turned: torch.Tensor
-    present: torch.Tensor
+    reads: Reads  # of kv heads that turned, as if a share were not there at first
     logits: tuple[torch.Tensor, torch.Tensor]  # planned in turn, each makes ``new_pages`` of every kv head missing
 
 
@@ -75,7 +75,7 @@ class Inputs:
         order = torch.randperm(case.batch * self.num_pages, device=device) + 1
         self.page_table = order.to(torch.int32).view(case.batch, self.num_pages)
         self.counts = torch.zeros(self.num_rows, 3, dtype=torch.int64, device=device)
-        self.misses = Misses.allocate(1 << (22 if device == "cuda" else 16), device)
+        self.corrected, self.ahead = (Misses.allocate(1 << (22 if device == "cuda" else 16), device) for _ in range(2))
         layer_bytes = case.batch * case.kv_heads * case.capacity * case.unit_bytes
         count = min(32, max(2, -(-CACHED_BYTES // layer_bytes))) if device == "cuda" else 2
         self.layers = [self._layer() for _ in range(count)]
@@ -97,26 +97,25 @@ class Inputs:
         previous = self.draw(self.num_rows, case.query_heads, case.head_dim)
         queries = previous[self.rows] + self.draw(case.batch, case.query_heads, case.head_dim) / 2  # a cosine near 0.9
         slot_pages = torch.full((self.num_rows, case.kv_heads, case.capacity), -1, dtype=torch.int32, device=device)
+        attended, logits = slot_pages.clone(), self._logits()
+        reference.seed_slots(logits[0], self.rows, self.seq_lens, case.budget, slot_pages, attended, case.page_size)
         turned = torch.rand(case.batch, case.kv_heads, device=device) < CORRECTED
         turned[0, 0] = True
-        layer = Layer(
+        present = torch.where(turned, case.budget.total - case.new_pages, case.budget.total).to(torch.int32)
+        return Layer(
             keys=self.draw(*slots),
             values=self.draw(*slots),
             slot_pages=slot_pages,
-            attended=slot_pages.clone(),
+            attended=attended,
             previous=previous,
             digests=self.draw(case.batch * self.num_pages + 1, case.kv_heads, 2, case.head_dim),
             queries=queries,
             new_keys=self.draw(case.batch, case.kv_heads, case.head_dim),
             new_values=self.draw(case.batch, case.kv_heads, case.head_dim),
             turned=turned,
-            present=torch.where(turned, case.budget.total - case.new_pages, case.budget.total).to(torch.int32),
-            logits=self._logits(),
+            reads=Reads.of(self.rows, slot_pages, attended)._replace(present=present),
+            logits=logits,
         )
-        reference.seed_slots(
-            layer.logits[0], self.rows, self.seq_lens, case.budget, layer.slot_pages, layer.attended, case.page_size
-        )
-        return layer
 
     def _logits(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Two sets ``[B, Hq, P]`` of logits whose selections differ in ``new_pages`` pages of every kv head."""
@@ -156,53 +155,69 @@ def full_pages(inputs: Inputs, chunk: bool) -> list[Pages]:
     return found
 
 
-def check_plan(inputs: Inputs, layer: Layer, logits: torch.Tensor, ahead: bool, plan, tolerance: float = 1e-4) -> torch.Tensor:
+def check_plan(inputs: Inputs, layer: Layer, logits: torch.Tensor, plan, tolerance: float = 1e-4) -> torch.Tensor:
     """Plan on copies of a layer's tables, and raise AssertionError on the first property that does not hold.
 
     Returns:
         ``[B, H]`` bool: kv heads whose pages are the reference's; others may be where weights all but tie.
     """
-    case, rows = inputs.case, inputs.rows
+    case, rows, turned = inputs.case, inputs.rows, layer.turned
     outcome = []
     for planner in (plan, reference.plan_pages):
         tables, counts = (layer.slot_pages.clone(), layer.attended.clone()), inputs.counts.clone()
-        misses = Misses.allocate(1 << 16, inputs.device)
-        present = None if ahead else torch.empty_like(layer.present)
-        written = (*tables, misses, counts, case.page_size, "softmax-mean", present)
-        planner(logits, rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, ahead, *written)
-        outcome.append((tables[0][rows].long(), tables[1][rows].long(), misses.columns(), counts[rows], present))
-    (pages, attended, (host_pages, heads, slots), counts, present), (expected_pages, expected, _, expected_counts, _) = outcome
+        reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
+        misses = [Misses.allocate(1 << 16, inputs.device) for _ in range(2)]
+        where = (rows, inputs.seq_lens, inputs.page_table, case.budget, turned)
+        planner(logits, *where, *tables, reads, *misses, counts, case.page_size, "softmax-mean")
+        outcome.append((tables[0][rows].long(), tables[1][rows].long(), reads, [each.columns() for each in misses], counts[rows]))
+    (pages, attended, reads, (now, ahead), counts), (expected_pages, expected, expected_reads, _, expected_counts) = outcome
+    begins = turned & (inputs.seq_lens % case.page_size == 0)[:, None]
 
-    planned = layer.turned | ahead
-    weights, _, required = reference.select_pages(logits, inputs.seq_lens + ahead, case.budget, case.kv_heads, case.page_size)
+    def marked(found: torch.Tensor) -> torch.Tensor:
+        """``[B, H, P]`` which pages are in a list ``[B, H, N]`` of pages, -1 for none."""
+        marks = torch.zeros(case.batch, case.kv_heads, inputs.num_pages + 1, dtype=torch.bool, device=inputs.device)
+        return marks.scatter_(2, found.where(found >= 0, inputs.num_pages).long(), True)[..., :-1]
 
     def listed(table: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-        """``[B, H, P]`` which pages a list of slots means."""
-        found = table.gather(2, which.clamp(min=0)).where(which >= 0, inputs.num_pages)
-        marks = torch.zeros(*required.shape[:2], inputs.num_pages + 1, dtype=torch.bool, device=inputs.device)
-        return marks.scatter_(2, found, True)[..., :-1]
+        return marked(table.gather(2, which.clamp(min=0)).where(which >= 0, -1))
 
-    chosen = listed(pages, attended)
+    def check_choice(chosen: torch.Tensor, tokens: torch.Tensor, heads: torch.Tensor) -> None:
+        weights, _, required = reference.select_pages(logits, tokens, case.budget, case.kv_heads, case.page_size)
+        assert torch.equal(chosen.sum(-1)[heads], required.sum(-1)[heads]), "another number of pages is attended to"
+        lightest = weights.masked_fill(~(required & (weights > float("-inf"))), float("inf")).amin(-1, keepdim=True)
+        too_light = chosen & ~required & ~(weights >= lightest - tolerance)
+        assert not too_light[heads].any(), "pages were chosen that are lighter than others"
+        assert not (required & ~chosen & ~(weights <= lightest + tolerance))[heads].any(), "required pages are missing"
+
     ordered = pages.sort(-1).values
     assert not ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(), "a page is in two slots"
-    assert torch.equal(chosen.sum(-1)[planned], required.sum(-1)[planned]), "another number of pages is attended to"
-    lightest = weights.masked_fill(~(required & (weights > float("-inf"))), float("inf")).amin(-1, keepdim=True)
-    too_light = chosen & ~required & ~(weights >= lightest - tolerance)
-    assert not too_light[planned].any(), "pages were chosen that are lighter than others"
-    assert not (required & ~chosen & ~(weights <= lightest + tolerance))[planned].any(), "required pages are missing"
+    read, right = (marked(each.pages.where(each.slots >= 0, -1)) for each in (reads, expected_reads))
+    chosen = listed(pages, attended)
+    check_choice(read, inputs.seq_lens, turned)
+    check_choice(chosen, inputs.seq_lens + 1, ~turned | begins)
+    assert torch.equal(chosen[turned & ~begins], read[turned & ~begins]), "the next step attends to other pages than this one"
     before = layer.slot_pages[rows].long()
-    changed = (pages != before) & (pages < (inputs.seq_lens // case.page_size)[:, None, None])
-    if not ahead:
-        there = (pages == before).gather(2, attended.clamp(min=0)) & (attended >= 0)
-        first = torch.arange(attended.shape[2], device=inputs.device) < present[..., None]
-        assert torch.equal((there & first).sum(-1)[planned], present.long()[planned]), "a list does not begin with what is there"
-        assert (present[~planned] == attended.shape[2]).all(), "a list that was not planned is not whole"
-    assert len(slots) == int(changed.sum()), f"{len(slots)} units are to be recalled, expected {int(changed.sum())}"
+    old = before.gather(2, layer.attended[rows].clamp(min=0).long()).where(layer.attended[rows] >= 0, -1)
+    assert torch.equal(read[~turned], marked(old)[~turned]), "what was selected a step ago is not attended to"
+    slots = reads.slots.long() - (rows * case.capacity)[:, None, None]
+    there = (before.gather(2, slots.clamp(0, case.capacity - 1)) == reads.pages) & (reads.slots >= 0)
+    first = torch.arange(slots.shape[2], device=inputs.device) < reads.present[..., None]
+    assert torch.equal((there & first).sum(-1)[turned], reads.present.long()[turned]), "a list does not begin with what is there"
+    assert (reads.present[~turned] == slots.shape[2]).all(), "a list that was not planned is not whole"
+    assert torch.equal((reads.slots >= 0).sum(-1), read.sum(-1)), "a page is read twice"
+
     request = torch.full((inputs.num_rows,), -1, device=inputs.device).scatter_(0, rows, torch.arange(case.batch, device=inputs.device))
-    b, slot = request[slots.long() // case.capacity], slots.long() % case.capacity
-    page = pages[b, heads.long(), slot]
-    assert torch.equal(inputs.page_table[b, page], host_pages), "a unit is recalled from another page's place"
-    same = (chosen == listed(expected_pages, expected)).all(-1)
+    held = torch.full((*turned.shape, case.capacity + 1), -1, device=inputs.device)
+    held = held.scatter_(2, slots.where(reads.slots >= 0, case.capacity), reads.pages.long())[..., :-1]
+    held = held.where(turned[..., None] & (held >= 0), before)  # between the two selections of a kv head that turned
+    full = (inputs.seq_lens // case.page_size)[:, None, None]
+    for (host_pages, heads, into), was, table, planned in ((now, before, held, turned), (ahead, held, pages, ~turned | begins)):
+        changed = int(((table != was) & (table < full))[planned].sum())
+        assert len(into) == changed, f"{len(into)} units are to be recalled, expected {changed}"
+        b, h, slot = request[into.long() // case.capacity], heads.long(), into.long() % case.capacity
+        assert planned[b, h].all(), "a unit is recalled for a kv head that was not planned"
+        assert torch.equal(inputs.page_table[b, table[b, h, slot]], host_pages), "a unit is recalled from another page's place"
+    same = ((read == right) & (chosen == listed(expected_pages, expected))).all(-1)
     if bool(same.all()):
         assert torch.equal(counts, expected_counts), "the counts are not the reference's"
     return same

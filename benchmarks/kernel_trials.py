@@ -11,7 +11,7 @@ import bench_recall
 from kernel_inputs import DTYPE, Case, Inputs, check_plan, full_pages
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
-from sglang_freekv.kernels import reference
+from sglang_freekv.kernels import Reads, reference
 
 TAU = 0.9
 STAGED_TOKENS = 32768
@@ -142,20 +142,20 @@ def _score_bytes(inputs: Inputs, read: torch.Tensor, elements: int) -> int:
     return units * elements * DTYPE.itemsize + int(read.sum()) * 4
 
 
-def plan_pages(inputs: Inputs, ahead: bool) -> Trial:
-    case, present = inputs.case, torch.empty_like(inputs.layers[0].present)
-    same = min(_mostly(check_plan(inputs, layer, layer.logits[1], ahead, kernels.plan_pages)) for layer in inputs.layers[:2])
+def plan_pages(inputs: Inputs) -> Trial:
+    case = inputs.case
+    same = min(_mostly(check_plan(inputs, layer, layer.logits[1], kernels.plan_pages)) for layer in inputs.layers[:2])
+    reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
 
     def run(layer, which):
-        where = (inputs.rows, inputs.seq_lens, inputs.page_table)
-        written = (layer.slot_pages, layer.attended, inputs.misses, inputs.counts, case.page_size, "softmax-mean")
-        kernels.plan_pages(layer.logits[which], *where, case.budget, layer.turned, ahead, *written, None if ahead else present)
+        where = (inputs.rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned)
+        written = (layer.slot_pages, layer.attended, reads, inputs.corrected, inputs.ahead, inputs.counts)
+        kernels.plan_pages(layer.logits[which], *where, *written, case.page_size, "softmax-mean")
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
-    inputs.misses.clear()
-    planned = int(sum((layer.turned | ahead).sum() for layer in inputs.layers)) / len(inputs.layers)
-    num_bytes = int(planned * case.query_heads / case.kv_heads * inputs.num_pages * 4)
-    return Trial(launches, num_bytes, error=same)
+    for misses in (inputs.corrected, inputs.ahead):
+        misses.clear()
+    return Trial(launches, case.batch * case.query_heads * inputs.num_pages * 4, error=same)
 
 
 def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
@@ -163,10 +163,10 @@ def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
     case, scale = inputs.case, inputs.case.head_dim**-0.5
 
     def run(kernel, layer, queries, keys, values):
-        where = (inputs.rows, inputs.seq_lens, layer.slot_pages, layer.attended, scale)
         if not in_two:
-            return kernel(queries, keys, values, *where)
-        return kernel(queries, keys, values, *where, layer.present, kernel(queries, keys, values, *where, layer.present))
+            return kernel(queries, keys, values, inputs.seq_lens, layer.reads._replace(present=None), scale)
+        arguments = queries, keys, values, inputs.seq_lens, layer.reads, scale
+        return kernel(*arguments, kernel(*arguments))
 
     layer = inputs.layers[0]
     exact = run(reference.attend_pages, layer, layer.queries.float(), layer.keys.float(), layer.values.float())
@@ -292,8 +292,7 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "needs_correction": needs_correction,
     "score_pages": score_pages,
     "score_two_bit": score_two_bit,
-    "plan_pages-correction": lambda inputs: plan_pages(inputs, ahead=False),
-    "plan_pages-ahead": lambda inputs: plan_pages(inputs, ahead=True),
+    "plan_pages": plan_pages,
     "attend_pages": lambda inputs: attend_pages(inputs, in_two=False),
     "attend_pages-in-two": lambda inputs: attend_pages(inputs, in_two=True),
     "recall_pages": recall_pages,

@@ -7,6 +7,7 @@ if __name__ == "kernels":  # the checkout root is on sys.path, and someone asks 
 else:
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.misses import Misses
+    from sglang_freekv.kernels.reads import Reads
     from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box, Pooling
 
     append_tokens = by_device("append", "append_tokens")
@@ -33,6 +34,7 @@ else:
         "Misses",
         "Pooling",
         "RECALLED",
+        "Reads",
         "append_tokens",
         "attend_pages",
         "checksum_pages",

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.reads import Reads
+
 PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
 PROGRAMS_OF_THE_REST = 1056  # where most have nothing to do, the others should not take long
 MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8  # of one kv head: the merge holds all; a fifth of the selected pages is a few tiles
@@ -17,22 +19,19 @@ def attend_pages(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
+    reads: Reads,
     scale: float,
-    present: torch.Tensor | None = None,
     begun: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens), and one to merge the shares.
 
     Both calls of two take what is theirs of every kv head; the second merges all, and its programs that have nothing to attend to end
-    at once. ``queries`` may be a view of wider rows. What a list of ``attended`` holds after its first -1 is not read.
+    at once. ``queries`` may be a view of wider rows.
     """
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
-    group, width = num_heads // num_kv_heads, attended.shape[2]
-    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, slot_pages, attended))
+    group, width, present = num_heads // num_kv_heads, reads.slots.shape[2], reads.present
+    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.slots, reads.pages))
     block_d = triton.next_power_of_2(head_dim)
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
     splits, splits_of_the_rest = (
@@ -51,16 +50,12 @@ def attend_pages(
         queries,
         keys,
         values,
-        rows,
         seq_lens,
-        present,
-        slot_pages,
-        attended,
+        *reads,
         partial,
         weights,
         queries.stride(0),
         queries.stride(1),
-        slot_pages.shape[2],
         width,
         stride,
         scale * math.log2(math.e),
@@ -72,7 +67,6 @@ def attend_pages(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_T=block_t,
         BLOCK_D=block_d,
-        BLOCK_A=min(1024, triton.next_power_of_2(width)),
         BLOCK_REST=triton.next_power_of_2(MOST_SPLITS_OF_THE_REST),
         num_warps=4,
         num_stages=3,
@@ -101,16 +95,14 @@ def _attend_pages(
     p_queries,  # [B, Hq, D]
     p_keys,  # [R * C, S, H, D]
     p_values,  # [R * C, S, H, D]
-    p_rows,  # [B]
     p_seq_lens,  # [B]
+    p_slots,  # [B, H, A]
+    p_pages,  # [B, H, A]
     p_present,  # [B, H] or None
-    p_slot_pages,  # [R, H, C]
-    p_attended,  # [R, H, A]
     p_output,  # [B, Hq, N, D]
     p_weights,  # [B, Hq, N], None if there is one split
     stride_b,
     stride_h,
-    C,
     A,
     N,
     scale,
@@ -122,7 +114,6 @@ def _attend_pages(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -134,19 +125,15 @@ def _attend_pages(
     o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < G, o_d < D
     o_head = i_h * G + o_g
-    row = tl.load(p_rows + i_b).to(tl.int64)
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     b_q = tl.load(
         p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
     ).to(p_keys.dtype.element_ty)
 
-    # tokens on the list, none for a padding row, and this program's share of them in whole tiles
-    p_list = p_attended + (row * H + i_h) * A
-    p_pages = p_slot_pages + (row * H + i_h) * C
-    tokens = 0
-    for i_a in range(0, A, BLOCK_A):
-        o_a = i_a + tl.arange(0, BLOCK_A)
-        tokens += S * tl.sum((tl.load(p_list + o_a, mask=(o_a < A) & (row > 0), other=-1) >= 0).to(tl.int32), 0)
+    # tokens of the listed pages, and this program's share of them in whole tiles
+    p_slots += (i_b * H + i_h) * A
+    p_pages += (i_b * H + i_h) * A
+    tokens = S * tl.minimum(tl.cdiv(seq_len, S), A)
     begin, end = 0, tl.minimum(present * S, tokens)
     if REST:
         begin, end = end, tokens
@@ -159,13 +146,13 @@ def _attend_pages(
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    o_row, m_visible = _locate(p_list, p_pages, row * C, first + o_t, last, seq_len, S)
+    o_row, m_visible = _locate(p_slots, p_pages, first + o_t, last, seq_len, S)
     for start in range(first, last, BLOCK_T):
         o_kv, m_kv = (o_row[:, None] * H + i_h) * D + o_d[None, :], m_visible[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
         b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
         m_logit = m_visible
-        o_row, m_visible = _locate(p_list, p_pages, row * C, start + BLOCK_T + o_t, last, seq_len, S)
+        o_row, m_visible = _locate(p_slots, p_pages, start + BLOCK_T + o_t, last, seq_len, S)
 
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         b_logit = tl.where(m_logit[None, :], b_logit, float("-inf"))
@@ -192,11 +179,11 @@ def _attend_pages(
 
 
 @triton.jit
-def _locate(p_list, p_pages, first_slot, o_token, last, seq_len, S: tl.constexpr):
+def _locate(p_slots, p_pages, o_token, last, seq_len, S: tl.constexpr):
     """Token rows of the cache that hold the listed tokens ``o_token``, and which of them may be read."""
-    slot = tl.load(p_list + o_token // S, mask=o_token < last, other=-1)
-    page = tl.load(p_pages + slot, mask=slot >= 0, other=0)
-    return (first_slot + slot) * S + o_token % S, (slot >= 0) & (page * S + o_token % S < seq_len)
+    slot = tl.load(p_slots + o_token // S, mask=o_token < last, other=-1).to(tl.int64)
+    page = tl.load(p_pages + o_token // S, mask=o_token < last, other=0)
+    return slot * S + o_token % S, (slot >= 0) & (page * S + o_token % S < seq_len)
 
 
 @triton.jit

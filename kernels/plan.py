@@ -8,6 +8,7 @@ import triton.language as tl
 
 from sglang_freekv.config import MOST_SLOTS, PageBudget
 from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
 
@@ -21,21 +22,22 @@ def plan_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     turned: torch.Tensor,
-    ahead: bool,
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
-    misses: Misses,
+    reads: Reads,
+    corrected: Misses,
+    ahead: Misses,
     counts: torch.Tensor,
     page_size: int,
     pooling: Pooling = "softmax-mean",
-    present: torch.Tensor | None = None,
 ) -> None:
     """As reference.plan_pages; one program for each request and kv head.
 
-    The units in ``misses`` are in any order; those beyond its capacity are lost, though ``misses.length`` counts them.
+    The units in a list of misses are in any order; those beyond its capacity are lost, though its length counts them.
     """
     num_requests, num_pages = page_table.shape
     assert max(slot_pages.shape[2], attended.shape[2]) <= MOST_SLOTS
+    assert all(x.is_contiguous() for x in reads)
     num_kv_heads = slot_pages.shape[1]
     notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
     compiled = compiled_for(logits, slot_pages, attended, budget, page_size, pooling)
@@ -48,15 +50,19 @@ def plan_pages(
         slot_pages,
         attended,
         notes,
-        misses.length,
-        misses.host_pages,
-        misses.heads,
-        misses.slots,
+        *reads,
+        corrected.length,
+        corrected.host_pages,
+        corrected.heads,
+        corrected.slots,
+        ahead.length,
+        ahead.host_pages,
+        ahead.heads,
+        ahead.slots,
         counts,
-        present,
         num_pages,
-        misses.host_pages.shape[0],
-        AHEAD=int(ahead),
+        corrected.host_pages.shape[0],
+        ahead.host_pages.shape[0],
         HITS=HITS,
         RECALLED=RECALLED,
         A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
@@ -74,15 +80,21 @@ def _plan_pages(
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_notes,  # [B, H, P + 2 A] scratch, by which threads exchange what they know: weights of candidates, chosen pages, missing pages
-    p_length,  # [4]
-    p_miss_pages,  # [M]
-    p_miss_heads,  # [M]
-    p_miss_slots,  # [M]
+    p_read_slots,  # [B, H, A]
+    p_read_pages,  # [B, H, A]
+    p_present,  # [B, H]
+    p_now_length,  # [4]
+    p_now_pages,  # [M_NOW]
+    p_now_heads,  # [M_NOW]
+    p_now_slots,  # [M_NOW]
+    p_ahead_length,  # [4]
+    p_ahead_pages,  # [M_AHEAD]
+    p_ahead_heads,  # [M_AHEAD]
+    p_ahead_slots,  # [M_AHEAD]
     p_counts,  # [R, 3]
-    p_present,  # [B, H] or None
     P,
-    M,
-    AHEAD: tl.constexpr,
+    M_NOW,
+    M_AHEAD,
     HITS: tl.constexpr,
     RECALLED: tl.constexpr,
     SINK: tl.constexpr,
@@ -106,78 +118,109 @@ def _plan_pages(
     row = tl.load(p_rows + i_b).to(tl.int64)
     turned = tl.load(p_turned + i_b * H + i_h).to(tl.int32)
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
-    if (row <= 0) | (turned + AHEAD == 0):
-        if p_present is not None:
-            tl.store(p_present + i_b * H + i_h, A)
+    o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
+    p_list = p_attended + (row * H + i_h) * A
+    p_table = p_slot_pages + (row * H + i_h) * C
+    p_read_slots += (i_b * H + i_h) * A
+    p_read_pages += (i_b * H + i_h) * A
+    p_present += i_b * H + i_h
+    if row <= 0:
+        tl.store(p_present, A)
+        tl.store(p_read_slots + o_a, -1, mask=o_a < A)
         return
-    num_pages = tl.cdiv(seq_len + AHEAD, S)
     p_group = p_logits + (i_b * H + i_h) * G * P
     p_weights = p_notes + (i_b * H + i_h) * (P + 2 * A)
     p_chosen, p_missing = p_weights + P, p_weights + P + A
-    o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
-    p_table = p_slot_pages + (row * H + i_h) * C + o_c
-    b_page = tl.load(p_table, mask=o_c < C, other=-1)
-    num_candidates = num_pages - WINDOW - SINK
-    if num_candidates <= P_FEW:
-        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_FEW)
-    elif num_candidates <= P_MANY:
-        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_MANY)
-    else:
-        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_BLOCK)
-    num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
+    first_slot = (row * C).to(tl.int32)
+    if turned == 0:  # it attends to what was selected a step ago
+        b_slot = tl.load(p_list + o_a, mask=o_a < A, other=-1)
+        b_held = tl.load(p_table + b_slot, mask=b_slot >= 0, other=0)
+        tl.store(p_present, A)
+        tl.store(p_read_slots + o_a, tl.where(b_slot >= 0, first_slot + b_slot, -1), mask=o_a < A)
+        tl.store(p_read_pages + o_a, b_held, mask=o_a < A)
 
-    # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
-    tl.debug_barrier()
-    first_of_window, begun = tl.maximum(num_pages - WINDOW, SINK), seq_len // S
-    m_kept = o_c < 0
-    num_missing, num_recalled = 0, 0
-    for first in range(0, A, A_PART):
-        o_q = first + tl.arange(0, A_PART)
-        m_chosen = (o_q >= SINK) & (o_q < SINK + num_chosen)
-        b_wanted = tl.load(p_chosen + o_q - SINK, mask=m_chosen, other=0)
-        b_wanted = tl.where(m_chosen, b_wanted, tl.where(o_q < SINK, o_q, first_of_window + o_q - SINK - num_chosen))
-        m_wanted = (o_q < A) & (b_wanted < tl.minimum(num_pages, P))
-        m_same = (b_wanted[:, None] == b_page[None, :]) & m_wanted[:, None]
-        m_kept = m_kept | (tl.max(m_same.to(tl.int32), 0) > 0)
-        m_missing = m_wanted & (tl.max(m_same.to(tl.int32), 1) == 0)
-        tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)
-        both = tl.sum(m_missing.to(tl.int32) + ((m_missing & (b_wanted < begun)).to(tl.int32) << 16), 0)
-        num_missing += both & 0xFFFF
-        num_recalled += both >> 16
+    # n tokens for a kv head that turned, n + 1 for one that did not, or if that has a page more
+    for ahead in range(1 - turned, tl.where((turned == 0) | (seq_len % S == 0), 2, 1)):
+        num_pages = tl.cdiv(seq_len + ahead, S)
+        b_page = tl.load(p_table + o_c, mask=o_c < C, other=-1)
+        num_candidates = num_pages - WINDOW - SINK
+        if num_candidates <= P_FEW:
+            _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_FEW)
+        elif num_candidates <= P_MANY:
+            _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_MANY)
+        else:
+            _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_BLOCK)
+        num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
 
-    # what gives way to them: empty slots, then the lightest pages
-    m_free = (o_c < C) & ~m_kept
-    if C > A:
-        m_ranked = m_free & (b_page >= SINK) & (b_page < tl.minimum(first_of_window, P))
-        b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
-        # ~ turns the order round: the lightest are the heaviest
-        m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
-    # without slack every page that is held and not required gives way, or there are empty slots enough
-    b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
-    b_order, num_kept = (b_ranks >> 16) - 1, tl.sum(m_kept.to(tl.int32), 0)
-    m_victim = m_free & (b_order < num_missing)
-    tl.debug_barrier()
-    b_incoming = tl.load(p_missing + b_order, mask=m_victim, other=-1)
-    tl.store(p_table, b_incoming, mask=m_victim)
+        # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
+        tl.debug_barrier()
+        first_of_window, begun = tl.maximum(num_pages - WINDOW, SINK), seq_len // S
+        m_kept = o_c < 0
+        num_missing, num_recalled = 0, 0
+        for first in range(0, A, A_PART):
+            o_q = first + tl.arange(0, A_PART)
+            m_chosen = (o_q >= SINK) & (o_q < SINK + num_chosen)
+            b_wanted = tl.load(p_chosen + o_q - SINK, mask=m_chosen, other=0)
+            b_wanted = tl.where(m_chosen, b_wanted, tl.where(o_q < SINK, o_q, first_of_window + o_q - SINK - num_chosen))
+            m_wanted = (o_q < A) & (b_wanted < tl.minimum(num_pages, P))
+            m_same = (b_wanted[:, None] == b_page[None, :]) & m_wanted[:, None]
+            m_kept = m_kept | (tl.max(m_same.to(tl.int32), 0) > 0)
+            m_missing = m_wanted & (tl.max(m_same.to(tl.int32), 1) == 0)
+            tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)
+            both = tl.sum(m_missing.to(tl.int32) + ((m_missing & (b_wanted < begun)).to(tl.int32) << 16), 0)
+            num_missing += both & 0xFFFF
+            num_recalled += both >> 16
 
-    if num_recalled > 0:
-        start = tl.atomic_add(p_length, num_recalled, sem="relaxed")
-        b_entry = start + b_order
-        m_entry = m_victim & (b_order < num_recalled) & (b_entry < M)
-        b_host_page = tl.load(p_page_table + i_b * P + b_incoming, mask=m_entry, other=0)
-        tl.store(p_miss_pages + b_entry, b_host_page.to(tl.int32), mask=m_entry)
-        tl.store(p_miss_heads + b_entry, tl.zeros_like(o_c) + i_h, mask=m_entry)
-        tl.store(p_miss_slots + b_entry, (row * C).to(tl.int32) + o_c, mask=m_entry)
-        tl.atomic_add(p_counts + row * 3 + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
+        # what gives way to them: empty slots, then the lightest pages
+        m_free = (o_c < C) & ~m_kept
+        if C > A:
+            m_ranked = m_free & (b_page >= SINK) & (b_page < tl.minimum(first_of_window, P))
+            b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
+            # ~ turns the order round: the lightest are the heaviest
+            m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
+        # without slack every page that is held and not required gives way, or there are empty slots enough
+        b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
+        b_order, num_kept = (b_ranks >> 16) - 1, tl.sum(m_kept.to(tl.int32), 0)
+        m_victim = m_free & (b_order < num_missing)
+        tl.debug_barrier()
+        b_incoming = tl.load(p_missing + b_order, mask=m_victim, other=-1)
+        tl.store(p_table + o_c, b_incoming, mask=m_victim)
 
-    p_list = p_attended + (row * H + i_h) * A
-    b_rank = tl.where(m_kept, (b_ranks & 0xFFFF) - 1, num_kept + b_order)
-    tl.store(p_list + b_rank, o_c, mask=(m_kept | m_victim) & (b_rank < A))
-    tl.store(p_list + o_a, -1, mask=(o_a >= tl.minimum(num_pages, A)) & (o_a < A))
-    if p_present is not None:
-        tl.store(p_present + i_b * H + i_h, num_kept)
-    if turned != AHEAD:
-        tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
+        if num_recalled > 0:
+            m_recalled = m_victim & (b_order < num_recalled)
+            b_host_page = tl.load(p_page_table + i_b * P + b_incoming, mask=m_recalled, other=0).to(tl.int32)
+            if ahead > 0:
+                _list_misses(
+                    p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_slots, num_recalled, b_order, b_host_page, i_h, first_slot + o_c,
+                    m_recalled, M_AHEAD)  # fmt: skip
+            else:
+                _list_misses(
+                    p_now_length, p_now_pages, p_now_heads, p_now_slots, num_recalled, b_order, b_host_page, i_h, first_slot + o_c,
+                    m_recalled, M_NOW)  # fmt: skip
+            tl.atomic_add(p_counts + row * 3 + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
+
+        b_rank = tl.where(m_kept, (b_ranks & 0xFFFF) - 1, num_kept + b_order)
+        m_listed, m_none = (m_kept | m_victim) & (b_rank < A), (o_a >= tl.minimum(num_pages, A)) & (o_a < A)
+        tl.store(p_list + b_rank, o_c, mask=m_listed)
+        tl.store(p_list + o_a, -1, mask=m_none)
+        if ahead == 0:
+            tl.store(p_present, num_kept)
+            tl.store(p_read_slots + b_rank, first_slot + o_c, mask=m_listed)
+            tl.store(p_read_slots + o_a, -1, mask=m_none)
+            tl.store(p_read_pages + b_rank, tl.where(m_kept, b_page, b_incoming), mask=m_listed)
+        if turned != ahead:
+            tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
+        tl.debug_barrier()  # the table and the notes, before they are read or written again
+
+
+@triton.jit
+def _list_misses(p_length, p_pages, p_heads, p_slots, count, b_order, b_page, head, b_slot, mask, M):
+    """Put ``count`` units at the end of a list, those of ``mask`` in their order."""
+    b_entry = tl.atomic_add(p_length, count, sem="relaxed") + b_order
+    mask = mask & (b_entry < M)
+    tl.store(p_pages + b_entry, b_page, mask=mask)
+    tl.store(p_heads + b_entry, tl.zeros_like(b_slot) + head, mask=mask)
+    tl.store(p_slots + b_entry, b_slot, mask=mask)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from sglang_freekv.config import WORD_TOKENS, PageBudget
 from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.reads import Reads
 
 HITS, RECALLED, CORRECTED = range(3)
 SPREAD = 0x9E3779B1 - (1 << 32)  # an odd number near 2 ** 32 over the golden ratio, as int32: neighbours get weights far apart
@@ -412,16 +413,20 @@ def plan_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     turned: torch.Tensor,
-    ahead: bool,
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
-    misses: Misses,
+    reads: Reads,
+    corrected: Misses,
+    ahead: Misses,
     counts: torch.Tensor,
     page_size: int,
     pooling: Pooling = "softmax-mean",
-    present: torch.Tensor | None = None,
 ) -> None:
-    """Select pages and give each a slot: keep what is resident, put what is missing where nothing is required.
+    """Write down what this step attends to, select pages for the next one, and give each a slot: keep what is resident, put what is
+    missing where nothing is required.
+
+    A kv head attends to what was selected for it a step ago, and selects among the candidates of one token more. One that turned selects
+    for this step first, among those of ``seq_lens``; that will do for the next as well, unless the next token begins a page.
 
     Missing pages in ascending order take the slots that hold nothing, then those whose page is lightest, in order of slots.
 
@@ -431,91 +436,98 @@ def plan_pages(
         seq_lens: ``[B]`` tokens of context.
         page_table: ``[B, P]`` logical page -> host page.
         turned: ``[B, H]`` bool, kv heads that are corrected in this step.
-        ahead: False to correct those kv heads, with candidates of ``seq_lens`` tokens; True to select for the next step, with
-            candidates of one token more, for all kv heads.
         slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
-        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to: those that are in theirs, in ascending order, then those
-            that are not yet, in ascending order, then -1.
-        misses: receives the pages to recall; a page about to begin has no content and is not among them.
-        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident. A corrected kv head
-            selects twice with one query; its hits count when it is corrected.
+        attended: ``[R, H, A]`` int32, updated: slots of the pages that the next step attends to: those that are in theirs, in ascending
+            order, then those that are not yet, in ascending order, then -1.
+        reads: written: what this step attends to, the same of it.
+        corrected, ahead: receive the pages to recall for this step, and behind its attention for the next; a page about to begin has no
+            content and is not among them.
+        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident, of the first selection of each
+            kv head.
         pooling: as :func:`select_pages`.
-        present: ``[B, H]`` int32, written: the pages at the head of a kv head's list that nothing is recalled into; A if it is not planned.
     """
-    num_kv_heads, capacity = slot_pages.shape[1:]
-    heads = ((rows > 0)[:, None] & (turned | ahead)).nonzero(as_tuple=True)
-    weights, _, required = select_pages(logits, seq_lens + ahead, budget, num_kv_heads, page_size, pooling)
-    b, h = heads
-    weights, required, table = weights[heads], required[heads], slot_pages[rows[b], h].long()
+    real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
+    reads.slots.fill_(-1)
+    reads.present.fill_(attended.shape[2])
 
-    page = table.clamp(0, required.shape[1] - 1)
-    kept = required.gather(1, page) & (table >= 0)
-    resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
-    missing = required & ~resident
-    needed = missing.sum(1, keepdim=True)
-    worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
-    victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, torch.arange(capacity, device=b.device) < needed)
-    incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
+    def write_down(heads: tuple[torch.Tensor, torch.Tensor]) -> None:
+        b, h = heads
+        listed = attended[rows[b], h]
+        reads.pages[heads] = slot_pages[rows[b], h].gather(1, listed.clamp(min=0).long())
+        reads.slots[heads] = (rows[b, None] * capacity + listed).where(listed >= 0, -1).to(torch.int32)
 
-    slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
-    place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
-    listed = place.sort(1).values[:, : attended.shape[2]]
-    attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
-    if present is not None:
-        present.fill_(attended.shape[2])
-        present[heads] = kept.sum(1, dtype=present.dtype)
-    recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
-    i, slot = recalled.nonzero(as_tuple=True)
-    misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+    def plan(heads: tuple[torch.Tensor, torch.Tensor], tokens: torch.Tensor, misses: Misses, first: torch.Tensor) -> torch.Tensor:
+        """Give pages of contexts of so many ``tokens [B]`` slots; returns of how many of each kv head nothing has to come."""
+        b, h = heads
+        weights, _, required = (x[heads] for x in select_pages(logits, tokens, budget, slot_pages.shape[1], page_size, pooling))
+        table = slot_pages[rows[b], h].long()
+        page = table.clamp(0, required.shape[1] - 1)
+        kept = required.gather(1, page) & (table >= 0)
+        resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
+        missing = required & ~resident
+        needed = missing.sum(1, keepdim=True)
+        worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
+        victims = torch.arange(capacity, device=b.device) < needed
+        victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, victims)
+        incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
 
-    candidates = (-(-(seq_lens[b] + ahead) // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
-    hits = (candidates - recalled.sum(1)) * (turned[heads] != ahead)
-    counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
-    counts[:, HITS].index_add_(0, rows[b].long(), hits)
+        slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
+        place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
+        listed = place.sort(1).values[:, : attended.shape[2]]
+        attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
+        recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
+        i, slot = recalled.nonzero(as_tuple=True)
+        misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+
+        chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
+        counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
+        counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * first[heads])
+        return kept.sum(1, dtype=torch.int32)
+
+    write_down((real & ~turned).nonzero(as_tuple=True))
+    now = (real & turned).nonzero(as_tuple=True)
+    if len(now[0]):
+        reads.present[now] = plan(now, seq_lens, corrected, turned)
+        write_down(now)
+    begins = (seq_lens % page_size == 0)[:, None]
+    plan((real & (~turned | begins)).nonzero(as_tuple=True), seq_lens + 1, ahead, ~turned)
 
 
 def attend_pages(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
+    reads: Reads,
     scale: float,
-    present: torch.Tensor | None = None,
     begun: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode attention over the attended pages of every (request, kv head), in one call, or in two if some pages are on their way.
+    """Decode attention over the pages in ``reads``, in one call, or in two if some pages are on their way.
 
     Args:
         queries: ``[B, Hq, D]``.
         keys, values: ``[R * C, S, H, D]``.
-        rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context, the new one included; masks the partial last page.
-        slot_pages: ``[R, H, C]`` int32 logical page in each slot.
-        attended: ``[R, H, A]`` int32 slots to read, -1 for none.
-        present: ``[B, H]`` int32, of :func:`plan_pages`: a first call reads no more pages of a list than so many. None reads all.
+        reads: of :func:`plan_pages`: a first call reads no more pages of a list than are present.
         begun: what the first call returned; this one attends to the others, and may read all.
 
     Returns:
         ``[B, Hq, D]``; of a first call something for the second.
     """
-    page_size, num_kv_heads, capacity = keys.shape[1], keys.shape[2], slot_pages.shape[2]
+    page_size, num_kv_heads = keys.shape[1:3]
     grouped = queries.unflatten(1, (num_kv_heads, -1))
     result = torch.zeros_like(grouped) if begun is None else begun.unflatten(1, (num_kv_heads, -1)).clone()
-    wanted = (rows > 0)[:, None].expand(-1, num_kv_heads)
-    if present is not None:  # a kv head that has to wait for a page is left to the second call
-        waits = present < (attended[rows] >= 0).sum(-1)
+    wanted = reads.slots[..., 0] >= 0
+    if reads.present is not None:  # a kv head that has to wait for a page is left to the second call
+        waits = reads.present < (reads.slots >= 0).sum(-1)
         wanted = wanted & (waits if begun is not None else ~waits)
     b, h = wanted.nonzero(as_tuple=True)
     if len(b):
-        listed = attended[rows[b], h]
-        listed = listed[:, : int((listed >= 0).sum(-1).max())].long()
-        position = slot_pages[rows[b], h].gather(1, listed.clamp(min=0))[..., None] * page_size + torch.arange(page_size, device=b.device)
-        visible = ((listed >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)
-        slots = rows[b, None] * capacity + listed.clamp(min=0)
-        k, v = (cache[slots, :, h[:, None]].flatten(1, 2) for cache in (keys, values))
+        width = int((reads.slots[b, h] >= 0).sum(-1).max())
+        slots, pages = (x[b, h, :width].long() for x in (reads.slots, reads.pages))
+        position = pages[..., None] * page_size + torch.arange(page_size, device=b.device)
+        visible = ((slots >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)
+        k, v = (cache[slots.clamp(min=0), :, h[:, None]].flatten(1, 2) for cache in (keys, values))
         k, v = (x.masked_fill_(~visible[..., None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
         result[b, h] = F.scaled_dot_product_attention(grouped[b, h], k, v, attn_mask=visible[:, None], scale=scale)
     return result.flatten(1, 2)

@@ -1,9 +1,9 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
-One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads
-whose query is not like the last one. Beside that append the new token, and offload the page that it fills. Then attend to what is there,
-beside the correction's recall, and behind it to the rest. Behind the attention the selection stream selects for the next step what the
-transfer stream then recalls, beside the next layer.
+One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there the next step, and a correction
+of the kv heads whose query is not like the last one. Beside that append the new token, and offload the page that it fills. Then attend to
+what is there, beside the correction's recall, and behind it to the rest. Behind the attention the transfer stream recalls what the next
+step wants, beside the next layer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.kernels import Misses
+from sglang_freekv.kernels import Misses, Reads
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 from sglang_freekv.policy import Policy
 
-NOW, AHEAD = range(2)  # what corrections do, and what runs beside the computation: each counts for itself
 CORRECTING_PROGRAMS = 64  # of a recall that the computation waits for: the larger share of the link
 
 
@@ -64,7 +63,7 @@ class Retrieval:
         config: budget, sink and window.
         policy: digests and their scores, pooling, correction.
         store: host pool, digests and device cache.
-        selection: the stream of scores, plans and corrections.
+        selection: the stream of scores, plans and corrections' recall.
         appends: the stream of new tokens, and of the digest and the offload of a page that one fills.
         transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
         recall: how missing pages come.
@@ -90,7 +89,7 @@ class Retrieval:
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.settled: Handle | None = None  # of all passes but the last, if that is a graph and fills no page
         self.scheduled: Scheduled | None = None  # for the next pass
-        self.counts = torch.zeros(2, self.cache.num_rows, 3, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
         self.ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # one is filled while the last one is recalled
@@ -122,39 +121,35 @@ class Retrieval:
             policy.digests.write(cache.token_rows[0], starts, filled, digests)
             self._offload(layer, *cache.token_rows, starts, filled)
 
-        in_flight = self.in_flight[layer]
-        in_flight.append(self.selection.submit(score))
+        self.selection.submit(score)
         appended = self.appends.submit(append)
-        turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts[NOW], self.cache.num_kv_heads)
-        present = torch.empty_like(turned, dtype=torch.int32)
+        turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
+        reads = Reads.allocate(*turned.shape, self.cache.num_attended, turned.device)
 
-        def plan_now() -> None:
-            self._plan(layer, logits[0], batch, turned, NOW, present)
+        def plan() -> None:
+            self._plan(layer, logits.pop(), batch, turned, reads)
 
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
 
         def verify() -> None:
-            self._verify(layer, self.corrected)  # not sooner: the computation waits for the correction
-
-        def plan_ahead() -> None:
-            self._plan(layer, logits.pop(), batch, turned, AHEAD)
-            in_flight.append(self.transfers.submit(recall_ahead))
+            self._verify(layer, self.corrected)
 
         def recall_ahead() -> None:
+            for handle in verified:
+                handle.wait()
             self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
             self._verify(layer, self.ahead[layer])
 
-        planned = self.selection.submit(plan_now)
+        planned = self.selection.submit(plan)
         corrected = self.selection.submit(correct)
-        in_flight.append(self.selection.submit(verify))
-        tables = (cache.keys, cache.values, rows, seq_lens, cache.slot_pages, cache.attended)
+        verified = [] if self.canary is None else [self.selection.submit(verify)]  # not sooner: the computation waits for the correction
         appended.wait()
         planned.wait()
-        begun = kernels.attend_pages(queries, *tables, scale, present)
+        begun = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale)
         corrected.wait()
-        output = kernels.attend_pages(queries, *tables, scale, present, begun)
-        in_flight.append(self.selection.submit(plan_ahead))
+        output = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale, begun)
+        self.in_flight[layer].append(self.transfers.submit(recall_ahead))
         return output
 
     def prepare_replay(self, fills_page: bool) -> None:
@@ -178,7 +173,7 @@ class Retrieval:
         self.settled = self.scheduled = None
         self.store.staging.begin(sum(batch.key_lens), prefixes, behind)
         self.extend_attention.plan(batch.query_lens, batch.key_lens)
-        self.counts[:, batch.rows] = 0
+        self.counts[batch.rows] = 0
 
     def extend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ExtendBatch, scale: float
@@ -217,7 +212,7 @@ class Retrieval:
 
     def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, 3]`` hits, recalled and corrected of ``rows [B]`` since their last extend."""
-        return self.counts[:, rows].sum(0)
+        return self.counts[rows]
 
     def _offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
         kernels.offload_pages(keys, values, starts, host_pages, self.host.layers[layer])
@@ -228,10 +223,8 @@ class Retrieval:
         if self.canary is not None:
             self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
 
-    def _plan(
-        self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, when: int, present: torch.Tensor | None = None
-    ) -> None:
-        """Select, and list what is missing: NOW for the kv heads that turned, AHEAD for all and the next step."""
+    def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, reads: Reads) -> None:
+        """Write down what this step attends to, and list what is missing: for it, and for the next one."""
         cache = self.cache.layers[layer]
         kernels.plan_pages(
             logits,
@@ -240,14 +233,14 @@ class Retrieval:
             batch.page_table,
             self.config.pages,
             turned,
-            when == AHEAD,
             cache.slot_pages,
             cache.attended,
-            self.ahead[layer] if when == AHEAD else self.corrected,
-            self.counts[when],
+            reads,
+            self.corrected,
+            self.ahead[layer],
+            self.counts,
             self.config.page_size,
             self.policy.pooling,
-            present,
         )
 
     def _seed(

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import attend, correction, reference, score, two_bit
+from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.two_bit import codes_of as two_bit_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -216,40 +217,36 @@ def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
 
 
 def attention_case(H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=(1, 7, 163, 97, 160, 12), width=37, capacity=41):
-    """Arguments of attend_pages; all memory that no request may read holds NaN. Contexts beyond ``width`` pages are sparse."""
+    """Arguments of attend_pages, and rows; all memory that no request may read holds NaN. Contexts beyond ``width`` pages are sparse."""
     batch = len(seq_lens)
     num_rows = batch + 3
     rows = some_rows(batch, num_rows, index)
-    slot_pages = torch.full((num_rows, H, capacity), -1, dtype=torch.int32)
-    attended = torch.full((num_rows, H, width), -1, dtype=torch.int32)
+    slots, pages = torch.full((batch, H, width), -1, dtype=torch.int32), torch.full((batch, H, width), 1 << 20, dtype=torch.int32)
     cache = torch.full((2, num_rows * capacity, S, H, D), float("nan"))
-    for row, tokens in zip(rows.tolist(), seq_lens):
+    for b, (row, tokens) in enumerate(zip(rows.tolist(), seq_lens)):
+        if row == 0:
+            continue
         last = (tokens - 1) // S
         for h in range(H):
-            held = torch.cat((torch.randperm(last)[: capacity - 2], torch.tensor([last, last + 1])))  # the next page has begun, too
-            held = held[torch.randperm(len(held))]
-            slots = torch.randperm(capacity)[: len(held)]
-            slot_pages[row, h, slots] = held.int()
-            listed = slots[torch.cat((held.eq(last).nonzero()[0], held.lt(last).nonzero().squeeze(1)))[:width]]
-            if len(listed) < width:
-                listed = torch.cat((listed, slots[held == last + 1]))
-            attended[row, h, : len(listed)] = listed.sort().values.int()
-            for slot in listed.tolist():
-                visible = min(S, tokens - int(slot_pages[row, h, slot]) * S)
-                if visible > 0 and row > 0:
-                    cache[:, row * capacity + slot, :visible, h] = torch.randn(2, visible, D)
+            listed = torch.cat((torch.randperm(last)[: width - 1], torch.tensor([last])))
+            listed = listed[torch.randperm(len(listed))]
+            where = row * capacity + torch.randperm(capacity)[: len(listed)]
+            slots[b, h, : len(listed)], pages[b, h, : len(listed)] = where.int(), listed.int()
+            for slot, page in zip(where.tolist(), listed.tolist()):
+                visible = min(S, tokens - page * S)
+                cache[:, slot, :visible, h] = torch.randn(2, visible, D)
     queries = torch.randn(batch, H * G, D, device=DEVICE, dtype=dtype)
     lens = torch.tensor(seq_lens, dtype=index, device=DEVICE)
     keys, values = cache.to(DEVICE, dtype)
-    return queries, keys, values, rows, lens, slot_pages.to(DEVICE), attended.to(DEVICE), D**-0.5
+    return (queries, keys, values, lens, Reads(slots.to(DEVICE), pages.to(DEVICE), None), D**-0.5), rows
 
 
 @SHAPES
 @SPLITS
 def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
-    case = attention_case(H, G, D, S=5 if D == 24 else 4)
-    queries, rows = case[0], case[3]
+    case, rows = attention_case(H, G, D, S=5 if D == 24 else 4)
+    queries = case[0]
     expected = reference.attend_pages(*case)
     output = attend.attend_pages(wide(queries), *case[1:])
     assert output.shape == queries.shape and output.is_contiguous() and expected.isfinite().all()
@@ -262,24 +259,23 @@ def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
 def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(programs, rest, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
     monkeypatch.setattr(attend, "PROGRAMS_OF_THE_REST", rest)
-    case = attention_case(3, 2, 16, S=4)
-    queries, keys, values, rows, lens, slot_pages, attended, scale = case
-    (width, capacity), listed = (attended.shape[2], slot_pages.shape[2]), (attended[rows.long()] >= 0).sum(-1)
-    whole = attend.attend_pages(*case)
+    (queries, keys, values, lens, reads, scale), rows = attention_case(3, 2, 16, S=4)
+    width, listed = reads.slots.shape[2], (reads.slots >= 0).sum(-1)
+    whole = attend.attend_pages(queries, keys, values, lens, reads, scale)
     share = torch.tensor([0.0, 0.5, 1.0], device=DEVICE)[torch.randint(3, listed.shape, device=DEVICE)]
     present = torch.where(torch.rand(listed.shape, device=DEVICE) < 0.3, width, (share * listed).int()).int()
     waits = (present < listed) & (rows > 0)[:, None]
     assert waits.any() and not waits[rows > 0].all() and (present == listed).any()
     coming = torch.zeros(len(keys), 3, dtype=torch.bool, device=DEVICE)
     for b, h in waits.nonzero().tolist():
-        coming[rows[b] * capacity + attended[rows[b], h, present[b, h] : listed[b, h]].long(), h] = True
+        coming[reads.slots[b, h, present[b, h] : listed[b, h]].long(), h] = True
     not_yet = [tensor.masked_fill(coming[:, None, :, None], torch.nan) for tensor in (keys, values)]
+    where = lens, reads._replace(present=present), scale
     for attend_pages in (attend.attend_pages, reference.attend_pages):
-        begun = attend_pages(queries, *not_yet, *case[3:], present)
-        output = attend_pages(*case, present, begun)
-        torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-5)
-    begun = attend.attend_pages(queries, *not_yet, *case[3:], present)
-    lost = attend.attend_pages(queries, *not_yet, *case[3:], present, begun).unflatten(1, (3, -1)).isnan().any(-1).any(-1)
+        begun = attend_pages(queries, *not_yet, *where)
+        torch.testing.assert_close(attend_pages(queries, keys, values, *where, begun), whole, rtol=1e-5, atol=1e-5)
+    begun = attend.attend_pages(queries, *not_yet, *where)
+    lost = attend.attend_pages(queries, *not_yet, *where, begun).unflatten(1, (3, -1)).isnan().any(-1).any(-1)
     assert lost.any() and not (lost & ~waits).any(), "what never came is not hidden, nor anybody else's"
 
 
@@ -287,7 +283,7 @@ def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(pro
 @SPLITS
 def test_attention_in_low_precision_rounds_weights_and_output_only(dtype, index, programs, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
-    case = attention_case(2, 4, 16, 4, dtype, index)
+    case, _ = attention_case(2, 4, 16, 4, dtype, index)
     queries, keys, values, *others = (x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in case)
     exact, size = (reference.attend_pages(queries, keys, v, *others) for v in (values, values.abs()))
     output = attend.attend_pages(*case)
@@ -299,31 +295,32 @@ def test_attention_in_low_precision_rounds_weights_and_output_only(dtype, index,
 @pytest.mark.parametrize("S", [1, 24, 48])
 def test_attention_over_pages_of_any_size(S, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", 20)  # two splits
-    case = attention_case(2, 4, 16, S, seq_lens=(1, S, S + 1, 5 * S, 30 * S - 1), width=9, capacity=13)
+    case, _ = attention_case(2, 4, 16, S, seq_lens=(1, S, S + 1, 5 * S, 30 * S - 1), width=9, capacity=13)
     torch.testing.assert_close(attend.attend_pages(*case), reference.attend_pages(*case), rtol=1e-5, atol=1e-5)
 
 
 def test_attention_of_one_request_and_one_slot():
-    case = attention_case(1, 2, 16, 4, seq_lens=(3,), width=1, capacity=2)
+    case, _ = attention_case(1, 2, 16, 4, seq_lens=(3,), width=1, capacity=2)
     torch.testing.assert_close(attend.attend_pages(*case), reference.attend_pages(*case), rtol=1e-5, atol=1e-5)
 
 
-def test_attention_over_a_list_longer_than_the_kernel_counts_at_once():
-    case = attention_case(1, 2, 16, 1, seq_lens=(1300, 7, 1090, 1), width=1100, capacity=1200)
+def test_attention_over_a_list_of_more_than_a_thousand_pages():
+    case, _ = attention_case(1, 2, 16, 1, seq_lens=(1300, 7, 1090, 1), width=1100, capacity=1200)
     torch.testing.assert_close(attend.attend_pages(*case), reference.attend_pages(*case), rtol=1e-5, atol=1e-5)
 
 
 @SPLITS
 def test_attention_survives_logits_that_overflow_an_exponential(programs, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
-    queries, *others = attention_case(2, 2, 16, 4)
+    (queries, *others), _ = attention_case(2, 2, 16, 4)
     queries *= 300
     output = attend.attend_pages(queries, *others)
     torch.testing.assert_close(output, reference.attend_pages(queries, *others), rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_that_attention_reads_is_written():
-    case = attention_case(2, 3, 16, 4)
-    before = [argument.clone() for argument in case[:-1]]
-    attend.attend_pages(*case)
-    assert all(torch.equal(old.nan_to_num(7), new.nan_to_num(7)) for old, new in zip(before, case))
+    (*tensors, reads, scale), _ = attention_case(2, 3, 16, 4)
+    tensors += reads[:2]
+    before = [tensor.clone() for tensor in tensors]
+    attend.attend_pages(*tensors[:4], reads, scale)
+    assert all(torch.equal(old.nan_to_num(7), new.nan_to_num(7)) for old, new in zip(before, tensors))

@@ -9,7 +9,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import HITS, RECALLED, Misses, Pooling
+from sglang_freekv.kernels import HITS, RECALLED, Misses, Pooling, Reads
 from sglang_freekv.kernels.reference import select_pages
 
 H, D, S = 2, 8, 4
@@ -73,38 +73,58 @@ def test_a_plan_makes_all_required_resident_and_moves_only_what_is_missing(budge
     """Two requests from a few tokens on, long enough for slots to run out many times."""
     rows, table = torch.tensor([2, 1]), torch.randperm(80).view(2, 40)
     slot_pages, attended = _tables(4, slots, budget.total)
-    seq_lens, counts, misses = torch.tensor([5, 30]), torch.zeros(4, 3, dtype=torch.int64), Misses.allocate(400, "cpu")
+    seq_lens, counts = torch.tensor([5, 30]), torch.zeros(4, 3, dtype=torch.int64)
+    corrected, ahead = (Misses.allocate(400, "cpu") for _ in range(2))
+    reads = Reads.allocate(2, H, budget.total, torch.device("cpu"))
     kernels.seed_slots(torch.randn(2, 2 * H, 40), rows, seq_lens, budget, slot_pages, attended, S)
+    twice = 0
     for step in range(100):
-        seq_lens = seq_lens + 1
-        for ahead, turned in ((False, torch.rand(2, H) < 0.4), (True, torch.rand(2, H) < 0.4)):
-            old, logits = slot_pages.clone(), torch.randn(2, 2 * H, 40)
-            kernels.plan_pages(
-                logits, rows, seq_lens, table, budget, turned, ahead, slot_pages, attended, misses, counts, S
-            )
-            weights, _, required = select_pages(logits, seq_lens + ahead, budget, H, S)
-            recalled = {tuple(unit) for unit in torch.stack(misses.columns(), 1).tolist()}
-            misses.clear()
-            expected = set()
-            for b, row in enumerate(rows.tolist()):
-                for h in range(H):
-                    before, now = old[row, h].tolist(), slot_pages[row, h].tolist()
-                    if not (ahead or turned[b, h]):
-                        assert now == before
-                        continue
-                    want = set(required[b, h].nonzero().squeeze(1).tolist())
-                    assert {now[slot] for slot in attended[row, h].tolist() if slot >= 0} == want
-                    arrived = {slot for slot in range(slots) if now[slot] != before[slot]}
-                    assert {now[slot] for slot in arrived} == want - set(before)
-                    gone = {before[slot] for slot in arrived} - {-1}
-                    spared = set(now) - want - {-1}
-                    assert not gone or -1 not in now
-                    if gone and spared:
-                        assert max(weights[b, h, page] for page in gone) <= min(weights[b, h, page] for page in spared)
-                    full = int(seq_lens[b]) // S
-                    expected |= {(int(table[b, now[s]]), h, row * slots + s) for s in arrived if now[s] < full}
-            assert recalled == expected
-    assert counts[[1, 2], RECALLED].all() and (slots == budget.total or counts[[1, 2], HITS].all())
+        seq_lens, turned = seq_lens + 1, torch.rand(2, H) < 0.4
+        old, was, logits = slot_pages.clone(), attended.clone(), torch.randn(2, 2 * H, 40)
+        kernels.plan_pages(logits, rows, seq_lens, table, budget, turned, slot_pages, attended, reads, corrected, ahead, counts, S)
+        now, later = ({tuple(unit) for unit in torch.stack(misses.columns(), 1).tolist()} for misses in (corrected, ahead))
+        corrected.clear()
+        ahead.clear()
+        expected_now, expected_later = set(), set()
+
+        def moved(b: int, h: int, before: list[int], after: list[int], tokens: int) -> set[tuple[int, int, int]]:
+            """Units to recall from one table to the next, if that is right."""
+            weights, _, required = (x[b, h] for x in select_pages(logits, torch.full((2,), tokens), budget, H, S))
+            want = set(required.nonzero().squeeze(1).tolist())
+            arrived = {slot for slot in range(slots) if after[slot] != before[slot]}
+            assert {after[slot] for slot in arrived} == want - set(before)
+            gone, spared = {before[slot] for slot in arrived} - {-1}, set(after) - want - {-1}
+            assert not gone or -1 not in after
+            if gone and spared:
+                assert max(weights[page] for page in gone) <= min(weights[page] for page in spared)
+            return {(int(table[b, after[s]]), h, row * slots + s) for s in arrived if after[s] < int(seq_lens[b]) // S}
+
+        for b, row in enumerate(rows.tolist()):
+            for h in range(H):
+                n, before, after = int(seq_lens[b]), old[row, h].tolist(), slot_pages[row, h].tolist()
+                read = {
+                    slot - row * slots: page for slot, page in zip(reads.slots[b, h].tolist(), reads.pages[b, h].tolist()) if slot >= 0
+                }
+                _, _, required = select_pages(logits, torch.full((2,), n + 1), budget, H, S)
+                listed = {after[slot] for slot in attended[row, h].tolist() if slot >= 0}
+                assert listed == set(required[b, h].nonzero().squeeze(1).tolist())
+                if not turned[b, h]:
+                    assert list(read) == [slot for slot in was[row, h].tolist() if slot >= 0]
+                    assert list(read.values()) == [before[slot] for slot in read] and reads.present[b, h] == budget.total
+                    expected_later |= moved(b, h, before, after, n + 1)
+                    continue
+                _, _, required = select_pages(logits, torch.full((2,), n), budget, H, S)
+                assert sorted(read.values()) == required[b, h].nonzero().squeeze(1).tolist()
+                assert [before[slot] == page for slot, page in read.items()] == [i < reads.present[b, h] for i in range(len(read))]
+                between = [read.get(slot, page) for slot, page in enumerate(before)]
+                expected_now |= moved(b, h, before, between, n)
+                if n % S:
+                    assert after == between
+                else:
+                    expected_later |= moved(b, h, between, after, n + 1)
+                    twice += 1
+        assert (now, later) == (expected_now, expected_later)
+    assert twice and counts[[1, 2], RECALLED].all() and (slots == budget.total or counts[[1, 2], HITS].all())
 
 
 def test_a_seed_fills_the_slots_that_are_left_with_the_next_best():
@@ -241,8 +261,8 @@ def test_what_a_slot_held_before_never_reaches_attention():
     slot_pages, attended = _tables(2, 3, 3)
     slot_pages[1], attended[1] = torch.tensor([0, 1, 7]), torch.tensor([0, 1, -1])
     query = torch.randn(2, 2 * H, D)
-    rows, seq_lens = torch.tensor([1, 0]), torch.tensor([S + 2, 1])
-    out = kernels.attend_pages(query, keys, values, rows, seq_lens, slot_pages, attended, 1.0)
+    reads = Reads.of(torch.tensor([1, 0]), slot_pages, attended)
+    out = kernels.attend_pages(query, keys, values, torch.tensor([S + 2, 1]), reads, 1.0)
     k, v = (x[3:].flatten(0, 1)[: S + 2] for x in (keys, values))
     expected = torch.cat([(query[0].view(H, 2, D)[h] @ k[:, h].T).softmax(-1) @ v[:, h] for h in range(H)])
     torch.testing.assert_close(out[0], expected)

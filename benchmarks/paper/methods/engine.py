@@ -10,26 +10,25 @@ from replay_load import Load
 from sglang_freekv import kernels
 from sglang_freekv.kernels import RECALLED
 from sglang_freekv.kernels.extend import ReferenceExtend
-from sglang_freekv.retrieval import AHEAD, Recall, Retrieval
+from sglang_freekv.retrieval import Recall, Retrieval
 
 
 TRIGGERED = {0.13: 1 / 5, 0.59: 1 / 16}  # by FreeKV's share of kv heads under the same load
 
 
 class OnTrigger(Retrieval):
-    """Selects for the kv heads that turned, and for them alone: what is ahead is what was last selected (LouisKV, section 4.1)."""
+    """Selects for the kv heads that turned, and for them alone: the others keep the scores by which they last selected (LouisKV,
+    section 4.1)."""
 
     def __init__(self, *args, width: int, batch: int) -> None:
         super().__init__(*args)
         shape = batch, self.cache.layers[0].previous_queries.shape[1], width
         self.frozen = [torch.randn(shape, device=layer.keys.device) for layer in self.cache.layers]
 
-    def _plan(self, layer, logits, batch, turned, when, *present) -> None:
-        if when == AHEAD:
-            frozen = self.frozen[layer]
-            torch.where(turned.repeat_interleave(logits.shape[1] // turned.shape[1], 1)[..., None], logits, frozen, out=frozen)
-            logits = frozen
-        super()._plan(layer, logits, batch, turned, when, *present)
+    def _plan(self, layer, logits, batch, turned, reads) -> None:
+        frozen = self.frozen[layer]
+        torch.where(turned.repeat_interleave(logits.shape[1] // turned.shape[1], 1)[..., None], logits, frozen, out=frozen)
+        super()._plan(layer, frozen, batch, turned, reads)
 
 
 class Asking(Replay):

@@ -6,6 +6,7 @@ import torch
 from paper.method import Traffic, Work
 
 from sglang_freekv import kernels
+from sglang_freekv.kernels import Reads
 
 SHARE = 0.15  # of kv heads, in the paper
 
@@ -29,30 +30,28 @@ class Razor:
             (self._heads(full, whole, device), self._heads(shape.kv_heads - full, min(edges, whole), device)) for full in heads
         ]
 
-    def _heads(self, heads: int, slots: int, device: str) -> tuple[torch.Tensor, ...] | None:
-        """Keys, values, and both tables, of so many kv heads with so many slots a row."""
+    def _heads(self, heads: int, slots: int, device: str) -> tuple[torch.Tensor, torch.Tensor, Reads] | None:
+        """Keys and values of so many kv heads with so many slots a row, and what is read: all of them."""
         if not heads:
             return None
         rows, size, dim = self.work.batch + 1, self.size, self.pools.shape.head_dim
         kv = [torch.randn(rows * slots, size, heads, dim, dtype=self.pools.dtype, device=device) for _ in range(2)]
-        table = torch.arange(slots, dtype=torch.int32, device=device).expand(rows, heads, -1).contiguous()
-        return *kv, table, table
+        table = torch.arange(slots, dtype=torch.int32, device=device).expand(rows, heads, -1)
+        return *kv, Reads.of(self.work.requests.rows, table, table)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         requests, group, first, parts = self.work.requests, self.pools.shape.group, 0, []
         for kind in self.layers[layer]:
             if kind is None:
                 continue
-            keys, values, slot_pages, attended = kind
-            heads, slots = slot_pages.shape[1:]
+            keys, values, reads = kind
+            heads, slots = reads.slots.shape[1:]
             here = slice(first, first + heads)
             where = requests.rows * (slots * self.size) + requests.seq_lens % (slots * self.size)
             for cache, new in ((keys, k), (values, v)):
                 cache.flatten(0, 1)[where] = new[:, here]
             mine = q[:, first * group : (first + heads) * group]
-            parts.append(
-                kernels.attend_pages(mine, keys, values, requests.rows, requests.seq_lens, slot_pages, attended, self.scale)
-            )
+            parts.append(kernels.attend_pages(mine, keys, values, requests.seq_lens, reads, self.scale))
             first += heads
         return torch.cat(parts, 1)
 

@@ -6,6 +6,7 @@ import torch
 from paper.method import Traffic, Work
 
 from sglang_freekv import kernels
+from sglang_freekv.kernels import Reads
 
 
 class Window:
@@ -18,6 +19,7 @@ class Window:
         self.scale = work.pools.shape.head_dim**-0.5
         for cache in self.pools.store.cache.layers:
             work.requests.seed(cache, self.pools.config)
+        self.reads = [Reads.of(work.requests.rows, cache.slot_pages, cache.attended) for cache in self.pools.store.cache.layers]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache, requests = self.pools.store.cache.layers[layer], self.work.requests
@@ -25,9 +27,7 @@ class Window:
         where = requests.rows * (slots * size) + requests.seq_lens % size
         for rows, new in zip(cache.token_rows, (k, v)):
             rows[where] = new
-        return kernels.attend_pages(
-            q, cache.keys, cache.values, requests.rows, requests.seq_lens, cache.slot_pages, cache.attended, self.scale
-        )
+        return kernels.attend_pages(q, cache.keys, cache.values, requests.seq_lens, self.reads[layer], self.scale)
 
     def complete(self) -> None:
         return
