@@ -139,8 +139,9 @@ def _plan_pages(
         tl.store(p_read_slots + o_a, tl.where(b_slot >= 0, first_slot + b_slot, -1), mask=o_a < A)
         tl.store(p_read_pages + o_a, b_held, mask=o_a < A)
 
-    # n tokens for a kv head that turned, n + 1 for one that did not, or if that has a page more
-    for ahead in range(1 - turned, tl.where((turned == 0) | (seq_len % S == 0), 2, 1)):
+    # n tokens for a kv head that turned, n + 1 for one that did not, or if that has a page more; what a turn computes is not kept for
+    # another one, which seldom comes: the registers would not be enough
+    for ahead in tl.range(1 - turned, tl.where((turned == 0) | (seq_len % S == 0), 2, 1), disable_licm=True):
         num_pages = tl.cdiv(seq_len + ahead, S)
         b_page = tl.load(p_table + o_c, mask=o_c < C, other=-1)
         num_candidates = num_pages - WINDOW - SINK
