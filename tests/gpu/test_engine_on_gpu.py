@@ -14,7 +14,7 @@ import torch
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
-from sglang_freekv.kernels import reference
+from sglang_freekv.kernels import Reads, reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
@@ -419,58 +419,75 @@ def _without_waiting_for_transfers(retrieval) -> None:
 
 
 def _without_waiting_for_the_attention(retrieval) -> None:
-    """The plan and the recall for the next step overwrite tables and slots that this step's attention has yet to read."""
-    retrieval.selection.submit = _unordered(retrieval.selection.submit, "plan_ahead")
+    """The recall for the next step, behind its plan alone, overwrites slots that this step's attention has yet to read."""
+    plans = _kept(retrieval.selection, "plan")
+    _behind(retrieval.transfers, "recall_ahead", lambda: plans[-1:])
 
 
 def _without_waiting_for_the_plan(retrieval) -> None:
-    """Recall reads a list that is still being written."""
-    retrieval.transfers.submit = _unordered(retrieval.transfers.submit, "recall_ahead")
+    """Recall for the next step reads a list that is still being written."""
+    _behind(retrieval.transfers, "recall_ahead", list)
 
 
 def _without_waiting_for_the_correction(retrieval) -> None:
     """Attention of kv heads that turned reads pages of the step before."""
-    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "correct")
+    _unawaited(retrieval, retrieval.selection, "correct")
 
 
 def _attending_before_the_plan(retrieval) -> None:
-    """The first attention reads lists that are still being written, and how much of them is there."""
-    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "plan_now")
+    """Attention reads lists that are still being written, and how much of them is there."""
+    _unawaited(retrieval, retrieval.selection, "plan")
+    decode, allocate = retrieval.decode, Reads.allocate
+
+    def with_slots_that_are_there(*args):
+        with mock.patch.object(Reads, "allocate", lambda *shape: Reads(*(part.zero_() for part in allocate(*shape)))):
+            return decode(*args)
+
+    retrieval.decode = with_slots_that_are_there
 
 
 def _without_waiting_for_the_append(retrieval) -> None:
     """Attention reads the slot of a token that has yet to be written."""
-    retrieval.appends.submit = _unawaited(retrieval.appends.submit, "append")
+    _unawaited(retrieval, retrieval.appends, "append")
 
 
-def _unawaited(submit, name: str):
-    """``submit`` whose handle of the work of that name waits for nothing."""
-    kept = []
+def _unawaited(retrieval, stream, name: str) -> None:
+    """Handles of the work of that name wait for nothing; it is over when everything has to be."""
+    handles, complete = _kept(stream, name), retrieval.complete_all_transfers
+    keeping = stream.submit
 
     def unawaited(work, behind=None):
+        handle = keeping(work, behind)
+        return handle if work.__name__ != name else type("Ignored", (), {"wait": lambda self: None})()
+
+    def complete_all() -> None:
+        complete()
+        for handle in handles:
+            handle.wait()
+        handles.clear()
+
+    stream.submit, retrieval.complete_all_transfers = unawaited, complete_all
+
+
+def _kept(stream, name: str) -> list:
+    """Handles of the work of that name, as it is submitted."""
+    submit, handles = stream.submit, []
+
+    def keeping(work, behind=None):
         handle = submit(work, behind)
-        if work.__name__ != name:
-            return handle
-        kept.append(handle)
-        return type("Ignored", (), {"wait": lambda self: None})()
+        if work.__name__ == name:
+            handles.append(handle)
+        return handle
 
-    return unawaited
+    stream.submit = keeping
+    return handles
 
 
-def _unordered(submit, name: str):
-    """``submit`` without its own wait for the current stream, for the work of that name; what that submits in its turn waits.
-
-    Of that name alone: what else the stream is given may store wherever numbers point that are not there yet."""
-    wait = torch.cuda.Stream.wait_stream
-
-    def too_early(work, behind=None):
-        if work.__name__ != name:
-            return submit(work, behind)
-        passed = iter([True])
-        with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: next(passed, False) or wait(self, other)):
-            return submit(work, behind)
-
-    return too_early
+def _behind(stream, name: str, handles) -> None:
+    """The work of that name waits for ``handles()`` alone; other work for what it has to: it may store wherever numbers point that are
+    not there yet."""
+    submit = stream.submit
+    stream.submit = lambda work, behind=None: submit(work, handles() if work.__name__ == name else behind)
 
 
 EDGES = [
