@@ -107,7 +107,7 @@ class Step:
         return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
 
     def profile(self, path: Path) -> None:
-        """Kernels of one replay: name, stream, begin and length in microseconds."""
+        """Kernels of one replay: name, stream, begin and length in microseconds, programs."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             for _ in range(3):
                 self.graph.replay()
@@ -120,8 +120,11 @@ class Step:
         events.sort(key=lambda event: event["ts"])
         events = events[len(events) // 3 : 2 * len(events) // 3]
         start = events[0]["ts"]
-        rows = [[e["name"][:60], e["args"].get("stream"), round(e["ts"] - start, 2), round(e["dur"], 2)] for e in events]
-        path.write_text(json.dumps({"columns": ["kernel", "stream", "begin_us", "length_us"], "kernels": rows}))
+        rows = [
+            [e["name"][:60], e["args"].get("stream"), round(e["ts"] - start, 2), round(e["dur"], 2), math.prod(e["args"].get("grid", ()))]
+            for e in events
+        ]
+        path.write_text(json.dumps({"columns": ["kernel", "stream", "begin_us", "length_us", "programs"], "kernels": rows}))
 
 
 VARIANTS = {

@@ -10,6 +10,8 @@ import json
 from html import escape
 from pathlib import Path
 
+from sglang_freekv.retrieval import CORRECTING_PROGRAMS
+
 WIDTH, LANE, GAP, LEFT, TOP = 1400, 46, 16, 150, 40
 LAYER, LAYERS = 12, 2  # where to begin, and how many: both of the committed step have corrections
 COLOURS = {
@@ -29,14 +31,13 @@ def kind_of(name: str) -> str:
 
 
 def lanes_of(kernels: list[list]) -> list[tuple[str, str, float, float]]:
-    """(lane, kind, begin, length): streams of a graph have no names, so a kernel's place in the layer tells its lane."""
-    placed, plans = [], 0
-    for name, _, begin, length in kernels:
+    """(lane, kind, begin, length): streams of a graph have no names, so what a kernel is tells its lane."""
+    placed = []
+    for name, _, begin, length, programs in kernels:
         kind = kind_of(name)
-        plans = 0 if kind == "score" else plans + (kind == "plan")
         if kind in ("append", "digest, offload"):
             lane = "appends"
-        elif kind in ("score", "plan") or kind == "recall" and plans == 1:
+        elif kind in ("score", "plan") or kind == "recall" and programs == CORRECTING_PROGRAMS:
             lane = "selection"
         else:
             lane = "transfers" if kind == "recall" else "main"
@@ -46,7 +47,7 @@ def lanes_of(kernels: list[list]) -> list[tuple[str, str, float, float]]:
 
 def picture(kernels: list[list]) -> str:
     """SVG of ``LAYERS`` layers; what waits for nothing else on the main lane is exposed."""
-    begins = [begin for name, _, begin, _ in kernels if name.startswith("_score")]
+    begins = [begin for name, _, begin, *_ in kernels if name.startswith("_score")]
     first, last = begins[LAYER], begins[LAYER + LAYERS]
     scale = (WIDTH - LEFT - 20) / (last - first)
     height = TOP + len(LANES) * (LANE + GAP) + 70

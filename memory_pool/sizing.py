@@ -61,7 +61,7 @@ class Sizing:
         misses = 12 * shape.kv_heads * config.pages.total
         queries = shape.query_heads * shape.head_dim * shape.element_bytes
         pages = self.context_len // config.page_size
-        scores = 4 * pages * (shape.query_heads + 2 * shape.kv_heads)  # one serves both plans, each of which takes notes
+        scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the notes of the plan
         return shape.retrieval_layers * (kv + tables + misses + queries) + scores + 4 * self.context_len
 
     @property
