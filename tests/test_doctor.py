@@ -239,7 +239,7 @@ def test_llama_by_hand(make_machine, run):
     assert found["digests"].figures["bytes"] == 1024 * 31 * token  # a digest is as large as keys and values of one token
     assert found["dense layers"].figures["bytes"] == 32768 * token
     assert found["staging"].figures["bytes"] == 2 * 32768 * token
-    row = 31 * (2048 * token + 4 * 8 * (64 + 64) + 12 * 8 * 64 + 32 * 128 * 2) + 4 * 1024 * (32 + 2 * 8) + 4 * 32768
+    row = 31 * (2048 * token + 4 * 8 * (64 + 64) + 12 * 8 * 64 + 32 * 128 * 2) + 4 * 1024 * (32 + 8) + 4 * 32768
     assert found["device cache"].figures["bytes"] == row
     assert found["weights"].figures["parameters"] == 8_030_261_248  # as published
     assert found["weights"].figures["bytes"] == 2 * 8_030_261_248
