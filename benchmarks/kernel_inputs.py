@@ -155,20 +155,21 @@ def full_pages(inputs: Inputs, chunk: bool) -> list[Pages]:
     return found
 
 
-def check_plan(inputs: Inputs, layer: Layer, logits: torch.Tensor, plan, tolerance: float = 1e-4) -> torch.Tensor:
-    """Plan on copies of a layer's tables, and raise AssertionError on the first property that does not hold.
+def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, early: bool, tolerance: float = 1e-4) -> torch.Tensor:
+    """Both plans of ``module`` on copies of a layer's tables; raises AssertionError on the first property that does not hold.
 
     Returns:
         ``[B, H]`` bool: kv heads whose pages are the reference's; others may be where weights all but tie.
     """
     case, rows, turned = inputs.case, inputs.rows, layer.turned
     outcome = []
-    for planner in (plan, reference.plan_pages):
+    for plans in (module, reference):
         tables, counts = (layer.slot_pages.clone(), layer.attended.clone()), inputs.counts.clone()
         reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
         misses = [Misses.allocate(1 << 16, inputs.device) for _ in range(2)]
-        where = (rows, inputs.seq_lens, inputs.page_table, case.budget, turned)
-        planner(logits, *where, *tables, reads, *misses, counts, case.page_size, "softmax-mean")
+        where = (logits, rows, inputs.seq_lens, inputs.page_table, case.budget, turned, early, *tables)
+        plans.plan_pages(*where, reads, *misses, counts, case.page_size)
+        plans.plan_rest(*where, misses[1], counts, case.page_size)
         outcome.append((tables[0][rows].long(), tables[1][rows].long(), reads, [each.columns() for each in misses], counts[rows]))
     (pages, attended, reads, (now, ahead), counts), (expected_pages, expected, expected_reads, _, expected_counts) = outcome
     begins = turned & (inputs.seq_lens % case.page_size == 0)[:, None]

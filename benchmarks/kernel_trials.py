@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 import bench_recall
-from kernel_inputs import DTYPE, Case, Inputs, check_plan, full_pages
+from kernel_inputs import DTYPE, Case, Inputs, check_plans, full_pages
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
 from sglang_freekv.kernels import Reads, reference
@@ -142,20 +142,41 @@ def _score_bytes(inputs: Inputs, read: torch.Tensor, elements: int) -> int:
     return units * elements * DTYPE.itemsize + int(read.sum()) * 4
 
 
-def plan_pages(inputs: Inputs) -> Trial:
+def plan_pages(inputs: Inputs, early: bool = True) -> Trial:
+    """The plan before the attention. Not ``early``: of what turned alone."""
     case = inputs.case
-    same = min(_mostly(check_plan(inputs, layer, layer.logits[1], kernels.plan_pages)) for layer in inputs.layers[:2])
+    same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, early)) for layer in inputs.layers[:2])
     reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
 
     def run(layer, which):
-        where = (inputs.rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned)
-        written = (layer.slot_pages, layer.attended, reads, inputs.corrected, inputs.ahead, inputs.counts)
-        kernels.plan_pages(layer.logits[which], *where, *written, case.page_size, "softmax-mean")
+        where = (inputs.rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, early, layer.slot_pages, layer.attended)
+        kernels.plan_pages(layer.logits[which], *where, reads, inputs.corrected, inputs.ahead, inputs.counts, case.page_size)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
+    planned = case.batch * case.kv_heads if early else int(sum(layer.turned.sum() for layer in inputs.layers)) / len(inputs.layers)
+    return Trial(launches, _plan_bytes(inputs, planned), error=same)
+
+
+def plan_rest(inputs: Inputs, early: bool = True) -> Trial:
+    """The plan behind the attention. Early there is little left of it."""
+    case = inputs.case
+    same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, early)) for layer in inputs.layers[:2])
+    begins = (inputs.seq_lens % case.page_size == 0)[:, None]
+
+    def run(layer, which):
+        where = (inputs.rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, early, layer.slot_pages, layer.attended)
+        kernels.plan_rest(layer.logits[which], *where, inputs.ahead, inputs.counts, case.page_size)
+
+    launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
+    planned = sum(int((layer.turned & begins if early else ~layer.turned | begins).sum()) for layer in inputs.layers) / len(inputs.layers)
+    return Trial(launches, _plan_bytes(inputs, planned), error=same)
+
+
+def _plan_bytes(inputs: Inputs, planned: float) -> int:
+    """Logits that ``planned`` kv heads read; the lists that a plan fills are empty before."""
     for misses in (inputs.corrected, inputs.ahead):
         misses.clear()
-    return Trial(launches, case.batch * case.query_heads * inputs.num_pages * 4, error=same)
+    return int(planned * inputs.case.query_heads / inputs.case.kv_heads * inputs.num_pages * 4)
 
 
 def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
@@ -293,6 +314,9 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "score_pages": score_pages,
     "score_two_bit": score_two_bit,
     "plan_pages": plan_pages,
+    "plan_pages-late": lambda inputs: plan_pages(inputs, early=False),
+    "plan_rest": plan_rest,
+    "plan_rest-late": lambda inputs: plan_rest(inputs, early=False),
     "attend_pages": lambda inputs: attend_pages(inputs, in_two=False),
     "attend_pages-in-two": lambda inputs: attend_pages(inputs, in_two=True),
     "recall_pages": recall_pages,

@@ -19,6 +19,7 @@ else:
     needs_correction = by_device("correction", "needs_correction")
     offload_pages = by_device("offload", "offload_pages")
     plan_pages = by_device("plan", "plan_pages")
+    plan_rest = by_device("plan", "plan_rest")
     recall_pages = by_device("recall", "recall_pages")
     score_pages = by_device("score", "score_pages")
     score_two_bit = by_device("two_bit", "score_two_bit")
@@ -44,6 +45,7 @@ else:
         "needs_correction",
         "offload_pages",
         "plan_pages",
+        "plan_rest",
         "recall_pages",
         "score_pages",
         "score_two_bit",

@@ -22,6 +22,7 @@ def plan_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     turned: torch.Tensor,
+    early: bool,
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     reads: Reads,
@@ -35,9 +36,36 @@ def plan_pages(
 
     The units in a list of misses are in any order; those beyond its capacity are lost, though its length counts them.
     """
+    assert all(x.is_contiguous() for x in reads)
+    where = logits, rows, seq_lens, page_table, budget, turned, early
+    _launch(*where, slot_pages, attended, reads, corrected, ahead, counts, page_size, pooling)
+
+
+def plan_rest(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    early: bool,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    ahead: Misses,
+    counts: torch.Tensor,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> None:
+    """As reference.plan_rest; programs that have nothing to select end at once."""
+    where = logits, rows, seq_lens, page_table, budget, turned, early
+    _launch(*where, slot_pages, attended, None, ahead, ahead, counts, page_size, pooling)
+
+
+def _launch(
+    logits, rows, seq_lens, page_table, budget, turned, early, slot_pages, attended, reads, corrected, ahead, counts, page_size, pooling
+) -> None:
     num_requests, num_pages = page_table.shape
     assert max(slot_pages.shape[2], attended.shape[2]) <= MOST_SLOTS
-    assert all(x.is_contiguous() for x in reads)
     num_kv_heads = slot_pages.shape[1]
     notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
     compiled = compiled_for(logits, slot_pages, attended, budget, page_size, pooling)
@@ -50,7 +78,7 @@ def plan_pages(
         slot_pages,
         attended,
         notes,
-        *reads,
+        *(reads or (None, None, None)),
         corrected.length,
         corrected.host_pages,
         corrected.heads,
@@ -63,6 +91,8 @@ def plan_pages(
         num_pages,
         corrected.host_pages.shape[0],
         ahead.host_pages.shape[0],
+        EARLY=early,
+        REST=reads is None,
         HITS=HITS,
         RECALLED=RECALLED,
         A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
@@ -80,9 +110,9 @@ def _plan_pages(
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_notes,  # [B, H, P + 2 A] scratch, by which threads exchange what they know: weights of candidates, chosen pages, missing pages
-    p_read_slots,  # [B, H, A]
-    p_read_pages,  # [B, H, A]
-    p_present,  # [B, H]
+    p_read_slots,  # [B, H, A] or None
+    p_read_pages,  # [B, H, A] or None
+    p_present,  # [B, H] or None
     p_now_length,  # [4]
     p_now_pages,  # [M_NOW]
     p_now_heads,  # [M_NOW]
@@ -95,6 +125,8 @@ def _plan_pages(
     P,
     M_NOW,
     M_AHEAD,
+    EARLY: tl.constexpr,
+    REST: tl.constexpr,
     HITS: tl.constexpr,
     RECALLED: tl.constexpr,
     SINK: tl.constexpr,
@@ -121,97 +153,100 @@ def _plan_pages(
     o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     p_list = p_attended + (row * H + i_h) * A
     p_table = p_slot_pages + (row * H + i_h) * C
-    p_read_slots += (i_b * H + i_h) * A
-    p_read_pages += (i_b * H + i_h) * A
-    p_present += i_b * H + i_h
-    if row <= 0:
-        tl.store(p_present, A)
-        tl.store(p_read_slots + o_a, -1, mask=o_a < A)
-        return
+    if REST:
+        if (row <= 0) | ((turned == 0) & EARLY) | ((turned != 0) & (seq_len % S != 0)):
+            return
+    else:
+        p_read_slots += (i_b * H + i_h) * A
+        p_read_pages += (i_b * H + i_h) * A
+        p_present += i_b * H + i_h
+        if row <= 0:
+            tl.store(p_present, A)
+            tl.store(p_read_slots + o_a, -1, mask=o_a < A)
+            return
+        if turned == 0:  # it attends to what was selected a step ago
+            b_slot = tl.load(p_list + o_a, mask=o_a < A, other=-1)
+            b_held = tl.load(p_table + b_slot, mask=b_slot >= 0, other=0)
+            tl.store(p_present, A)
+            tl.store(p_read_slots + o_a, tl.where(b_slot >= 0, (row * C).to(tl.int32) + b_slot, -1), mask=o_a < A)
+            tl.store(p_read_pages + o_a, b_held, mask=o_a < A)
+            if not EARLY:
+                return
     p_group = p_logits + (i_b * H + i_h) * G * P
     p_weights = p_notes + (i_b * H + i_h) * (P + 2 * A)
     p_chosen, p_missing = p_weights + P, p_weights + P + A
     first_slot = (row * C).to(tl.int32)
-    if turned == 0:  # it attends to what was selected a step ago
-        b_slot = tl.load(p_list + o_a, mask=o_a < A, other=-1)
-        b_held = tl.load(p_table + b_slot, mask=b_slot >= 0, other=0)
-        tl.store(p_present, A)
-        tl.store(p_read_slots + o_a, tl.where(b_slot >= 0, first_slot + b_slot, -1), mask=o_a < A)
-        tl.store(p_read_pages + o_a, b_held, mask=o_a < A)
+    ahead = 1 if REST else 1 - turned  # tokens that the context has more
+    num_pages = tl.cdiv(seq_len + ahead, S)
+    b_page = tl.load(p_table + o_c, mask=o_c < C, other=-1)
+    num_candidates = num_pages - WINDOW - SINK
+    if num_candidates <= P_FEW:
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_FEW)
+    elif num_candidates <= P_MANY:
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_MANY)
+    else:
+        _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_BLOCK)
+    num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
 
-    # n tokens for a kv head that turned, n + 1 for one that did not, or if that has a page more; what a turn computes is not kept for
-    # another one, which seldom comes: the registers would not be enough
-    for ahead in tl.range(1 - turned, tl.where((turned == 0) | (seq_len % S == 0), 2, 1), disable_licm=True):
-        num_pages = tl.cdiv(seq_len + ahead, S)
-        b_page = tl.load(p_table + o_c, mask=o_c < C, other=-1)
-        num_candidates = num_pages - WINDOW - SINK
-        if num_candidates <= P_FEW:
-            _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_FEW)
-        elif num_candidates <= P_MANY:
-            _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_MANY)
+    # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
+    tl.debug_barrier()
+    first_of_window, begun = tl.maximum(num_pages - WINDOW, SINK), seq_len // S
+    m_kept = o_c < 0
+    num_missing, num_recalled = 0, 0
+    for first in range(0, A, A_PART):
+        o_q = first + tl.arange(0, A_PART)
+        m_chosen = (o_q >= SINK) & (o_q < SINK + num_chosen)
+        b_wanted = tl.load(p_chosen + o_q - SINK, mask=m_chosen, other=0)
+        b_wanted = tl.where(m_chosen, b_wanted, tl.where(o_q < SINK, o_q, first_of_window + o_q - SINK - num_chosen))
+        m_wanted = (o_q < A) & (b_wanted < tl.minimum(num_pages, P))
+        m_same = (b_wanted[:, None] == b_page[None, :]) & m_wanted[:, None]
+        m_kept = m_kept | (tl.max(m_same.to(tl.int32), 0) > 0)
+        m_missing = m_wanted & (tl.max(m_same.to(tl.int32), 1) == 0)
+        tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)
+        both = tl.sum(m_missing.to(tl.int32) + ((m_missing & (b_wanted < begun)).to(tl.int32) << 16), 0)
+        num_missing += both & 0xFFFF
+        num_recalled += both >> 16
+
+    # what gives way to them: empty slots, then the lightest pages
+    m_free = (o_c < C) & ~m_kept
+    if C > A:
+        m_ranked = m_free & (b_page >= SINK) & (b_page < tl.minimum(first_of_window, P))
+        b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
+        # ~ turns the order round: the lightest are the heaviest
+        m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
+    # without slack every page that is held and not required gives way, or there are empty slots enough
+    b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
+    b_order, num_kept = (b_ranks >> 16) - 1, tl.sum(m_kept.to(tl.int32), 0)
+    m_victim = m_free & (b_order < num_missing)
+    tl.debug_barrier()
+    b_incoming = tl.load(p_missing + b_order, mask=m_victim, other=-1)
+    tl.store(p_table + o_c, b_incoming, mask=m_victim)
+
+    if num_recalled > 0:
+        m_recalled = m_victim & (b_order < num_recalled)
+        b_host_page = tl.load(p_page_table + i_b * P + b_incoming, mask=m_recalled, other=0).to(tl.int32)
+        if ahead > 0:
+            _list_misses(
+                p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_slots, num_recalled, b_order, b_host_page, i_h, first_slot + o_c,
+                m_recalled, M_AHEAD)  # fmt: skip
         else:
-            _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_BLOCK)
-        num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
+            _list_misses(
+                p_now_length, p_now_pages, p_now_heads, p_now_slots, num_recalled, b_order, b_host_page, i_h, first_slot + o_c,
+                m_recalled, M_NOW)  # fmt: skip
+        tl.atomic_add(p_counts + row * 3 + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
 
-        # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
-        tl.debug_barrier()
-        first_of_window, begun = tl.maximum(num_pages - WINDOW, SINK), seq_len // S
-        m_kept = o_c < 0
-        num_missing, num_recalled = 0, 0
-        for first in range(0, A, A_PART):
-            o_q = first + tl.arange(0, A_PART)
-            m_chosen = (o_q >= SINK) & (o_q < SINK + num_chosen)
-            b_wanted = tl.load(p_chosen + o_q - SINK, mask=m_chosen, other=0)
-            b_wanted = tl.where(m_chosen, b_wanted, tl.where(o_q < SINK, o_q, first_of_window + o_q - SINK - num_chosen))
-            m_wanted = (o_q < A) & (b_wanted < tl.minimum(num_pages, P))
-            m_same = (b_wanted[:, None] == b_page[None, :]) & m_wanted[:, None]
-            m_kept = m_kept | (tl.max(m_same.to(tl.int32), 0) > 0)
-            m_missing = m_wanted & (tl.max(m_same.to(tl.int32), 1) == 0)
-            tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)
-            both = tl.sum(m_missing.to(tl.int32) + ((m_missing & (b_wanted < begun)).to(tl.int32) << 16), 0)
-            num_missing += both & 0xFFFF
-            num_recalled += both >> 16
-
-        # what gives way to them: empty slots, then the lightest pages
-        m_free = (o_c < C) & ~m_kept
-        if C > A:
-            m_ranked = m_free & (b_page >= SINK) & (b_page < tl.minimum(first_of_window, P))
-            b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
-            # ~ turns the order round: the lightest are the heaviest
-            m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
-        # without slack every page that is held and not required gives way, or there are empty slots enough
-        b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
-        b_order, num_kept = (b_ranks >> 16) - 1, tl.sum(m_kept.to(tl.int32), 0)
-        m_victim = m_free & (b_order < num_missing)
-        tl.debug_barrier()
-        b_incoming = tl.load(p_missing + b_order, mask=m_victim, other=-1)
-        tl.store(p_table + o_c, b_incoming, mask=m_victim)
-
-        if num_recalled > 0:
-            m_recalled = m_victim & (b_order < num_recalled)
-            b_host_page = tl.load(p_page_table + i_b * P + b_incoming, mask=m_recalled, other=0).to(tl.int32)
-            if ahead > 0:
-                _list_misses(
-                    p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_slots, num_recalled, b_order, b_host_page, i_h, first_slot + o_c,
-                    m_recalled, M_AHEAD)  # fmt: skip
-            else:
-                _list_misses(
-                    p_now_length, p_now_pages, p_now_heads, p_now_slots, num_recalled, b_order, b_host_page, i_h, first_slot + o_c,
-                    m_recalled, M_NOW)  # fmt: skip
-            tl.atomic_add(p_counts + row * 3 + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
-
-        b_rank = tl.where(m_kept, (b_ranks & 0xFFFF) - 1, num_kept + b_order)
-        m_listed, m_none = (m_kept | m_victim) & (b_rank < A), (o_a >= tl.minimum(num_pages, A)) & (o_a < A)
-        tl.store(p_list + b_rank, o_c, mask=m_listed)
-        tl.store(p_list + o_a, -1, mask=m_none)
-        if ahead == 0:
+    b_rank = tl.where(m_kept, (b_ranks & 0xFFFF) - 1, num_kept + b_order)
+    m_listed, m_none = (m_kept | m_victim) & (b_rank < A), (o_a >= tl.minimum(num_pages, A)) & (o_a < A)
+    tl.store(p_list + b_rank, o_c, mask=m_listed)
+    tl.store(p_list + o_a, -1, mask=m_none)
+    if not REST:
+        if turned != 0:
             tl.store(p_present, num_kept)
             tl.store(p_read_slots + b_rank, first_slot + o_c, mask=m_listed)
             tl.store(p_read_slots + o_a, -1, mask=m_none)
             tl.store(p_read_pages + b_rank, tl.where(m_kept, b_page, b_incoming), mask=m_listed)
-        if turned != ahead:
-            tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
-        tl.debug_barrier()  # the table and the notes, before they are read or written again
+    if turned != ahead:
+        tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 
 
 @triton.jit

@@ -413,6 +413,7 @@ def plan_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     turned: torch.Tensor,
+    early: bool,
     slot_pages: torch.Tensor,
     attended: torch.Tensor,
     reads: Reads,
@@ -422,31 +423,32 @@ def plan_pages(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """Write down what this step attends to, select pages for the next one, and give each a slot: keep what is resident, put what is
-    missing where nothing is required.
+    """Write down what this step attends to: of a kv head that turned the pages that it selects now, else those selected a step ago.
 
-    A kv head attends to what was selected for it a step ago, and selects among the candidates of one token more. One that turned selects
-    for this step first, among those of ``seq_lens``; that will do for the next as well, unless the next token begins a page.
-
-    Missing pages in ascending order take the slots that hold nothing, then those whose page is lightest, in order of slots.
+    What it selects gets a slot: what is resident is kept, what is missing goes where nothing is required. Missing pages in ascending
+    order take the slots that hold nothing, then those whose page is lightest, in order of slots.
 
     Args:
         logits: ``[B, Hq, P]`` of :func:`score_pages`.
         rows: ``[B]`` row of each request.
-        seq_lens: ``[B]`` tokens of context.
+        seq_lens: ``[B]`` tokens of context. Who turned selects among the candidates of so many, for the next step among those of one more.
         page_table: ``[B, P]`` logical page -> host page.
         turned: ``[B, H]`` bool, kv heads that are corrected in this step.
+        early: kv heads that have not turned select for the next step here, and not in :func:`plan_rest`. The tables are then those of the
+            next step.
         slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
-        attended: ``[R, H, A]`` int32, updated: slots of the pages that the next step attends to: those that are in theirs, in ascending
-            order, then those that are not yet, in ascending order, then -1.
-        reads: written: what this step attends to, the same of it.
+        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to: those that are in theirs, in ascending order, then those
+            that are not yet, in ascending order, then -1.
+        reads: written.
         corrected, ahead: receive the pages to recall for this step, and behind its attention for the next; a page about to begin has no
             content and is not among them.
         counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident, of the first selection of each
-            kv head.
+            kv head in a step.
         pooling: as :func:`select_pages`.
     """
     real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
+    where = logits, rows, seq_lens, page_table, budget
+    written = slot_pages, attended, counts, page_size, pooling
     reads.slots.fill_(-1)
     reads.present.fill_(attended.shape[2])
 
@@ -456,41 +458,81 @@ def plan_pages(
         reads.pages[heads] = slot_pages[rows[b], h].gather(1, listed.clamp(min=0).long())
         reads.slots[heads] = (rows[b, None] * capacity + listed).where(listed >= 0, -1).to(torch.int32)
 
-    def plan(heads: tuple[torch.Tensor, torch.Tensor], tokens: torch.Tensor, misses: Misses, first: torch.Tensor) -> torch.Tensor:
-        """Give pages of contexts of so many ``tokens [B]`` slots; returns of how many of each kv head nothing has to come."""
-        b, h = heads
-        weights, _, required = (x[heads] for x in select_pages(logits, tokens, budget, slot_pages.shape[1], page_size, pooling))
-        table = slot_pages[rows[b], h].long()
-        page = table.clamp(0, required.shape[1] - 1)
-        kept = required.gather(1, page) & (table >= 0)
-        resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
-        missing = required & ~resident
-        needed = missing.sum(1, keepdim=True)
-        worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
-        victims = torch.arange(capacity, device=b.device) < needed
-        victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, victims)
-        incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
-
-        slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
-        place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
-        listed = place.sort(1).values[:, : attended.shape[2]]
-        attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
-        recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
-        i, slot = recalled.nonzero(as_tuple=True)
-        misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
-
-        chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
-        counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
-        counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * first[heads])
-        return kept.sum(1, dtype=torch.int32)
-
     write_down((real & ~turned).nonzero(as_tuple=True))
     now = (real & turned).nonzero(as_tuple=True)
-    if len(now[0]):
-        reads.present[now] = plan(now, seq_lens, corrected, turned)
-        write_down(now)
+    reads.present[now] = _select_for(now, 0, *where, turned, corrected, *written)
+    write_down(now)
+    if early:
+        _select_for((real & ~turned).nonzero(as_tuple=True), 1, *where, turned, ahead, *written)
+
+
+def plan_rest(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    early: bool,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    ahead: Misses,
+    counts: torch.Tensor,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> None:
+    """Behind the attention, select for the next step what :func:`plan_pages` has not: for kv heads that turned, where the next token begins
+    a page; elsewhere the candidates are the same. And for those that have not turned, unless ``early``.
+
+    Arguments as of :func:`plan_pages`.
+    """
     begins = (seq_lens % page_size == 0)[:, None]
-    plan((real & (~turned | begins)).nonzero(as_tuple=True), seq_lens + 1, ahead, ~turned)
+    wanted = turned & begins if early else ~turned | begins
+    heads = ((rows > 0)[:, None] & wanted).nonzero(as_tuple=True)
+    _select_for(heads, 1, logits, rows, seq_lens, page_table, budget, turned, ahead, slot_pages, attended, counts, page_size, pooling)
+
+
+def _select_for(
+    heads: tuple[torch.Tensor, torch.Tensor],
+    more: int,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    misses: Misses,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    counts: torch.Tensor,
+    page_size: int,
+    pooling: Pooling,
+) -> torch.Tensor:
+    """Select for kv heads ``(b, h)`` in contexts of so many ``more`` tokens; returns of how many of their pages nothing has to come."""
+    (b, h), tokens, capacity = heads, seq_lens + more, slot_pages.shape[2]
+    weights, _, required = (x[heads] for x in select_pages(logits, tokens, budget, slot_pages.shape[1], page_size, pooling))
+    table = slot_pages[rows[b], h].long()
+    page = table.clamp(0, required.shape[1] - 1)
+    kept = required.gather(1, page) & (table >= 0)
+    resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
+    missing = required & ~resident
+    needed = missing.sum(1, keepdim=True)
+    worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
+    victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, torch.arange(capacity, device=b.device) < needed)
+    incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
+
+    slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
+    place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
+    listed = place.sort(1).values[:, : attended.shape[2]]
+    attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
+    recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
+    i, slot = recalled.nonzero(as_tuple=True)
+    misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+
+    chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
+    counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
+    counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * (turned[heads] != bool(more)))
+    return kept.sum(1, dtype=torch.int32)
 
 
 def attend_pages(

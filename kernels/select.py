@@ -41,8 +41,7 @@ def compiled_for(
         "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
         "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
         "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
-        # all there are for 32 warps, where the compiler left to itself takes fewer; and as many as 8 warps need for two programs at once
-        "maxnreg": 64 if block > 16384 else 128 if block <= 4096 else None,
+        "maxnreg": 64 if block > 16384 else None,  # all there are for 32 warps; the compiler left to itself takes fewer
     }
 
 

@@ -1,9 +1,9 @@
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
-One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there the next step, and a correction
-of the kv heads whose query is not like the last one. Beside that append the new token, and offload the page that it fills. Then attend to
-what is there, beside the correction's recall, and behind it to the rest. Behind the attention the transfer stream recalls what the next
-step wants, beside the next layer.
+One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads
+whose query is not like the last one, and the next step of the others. Beside that append the new token, and offload the page that it fills.
+Then attend to what is there, beside the correction's recall, and behind it to the rest. Behind the attention plan what is left of the next
+step; the transfer stream recalls what that wants beside the next layer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ CORRECTING_PROGRAMS = 64  # of a recall that the computation waits for: the larg
 def programs_ahead(requests: int) -> int:
     """Programs of a recall beside the computation: 8 fill the link, if the computation leaves them room on as many processors."""
     return 8 if requests <= 8 else 16
+
+
+def plans_early(requests: int) -> bool:
+    """Whether the next step is planned before this one's attention. Of few kv heads often none turned: then attention need not wait."""
+    return requests > 2
 
 
 class ExtendAttention(Protocol):
@@ -127,7 +132,7 @@ class Retrieval:
         reads = Reads.allocate(*turned.shape, self.cache.num_attended, turned.device)
 
         def plan() -> None:
-            self._plan(layer, logits.pop(), batch, turned, reads)
+            self._plan(layer, logits[0], batch, turned, reads)
 
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
@@ -135,21 +140,24 @@ class Retrieval:
         def verify() -> None:
             self._verify(layer, self.corrected)
 
+        def plan_rest() -> None:
+            self._plan_rest(layer, logits.pop(), batch, turned)
+            self.in_flight[layer].append(self.transfers.submit(recall_ahead))
+
         def recall_ahead() -> None:
-            for handle in verified:
-                handle.wait()
             self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
             self._verify(layer, self.ahead[layer])
 
         planned = self.selection.submit(plan)
         corrected = self.selection.submit(correct)
-        verified = [] if self.canary is None else [self.selection.submit(verify)]  # not sooner: the computation waits for the correction
+        if self.canary is not None:
+            self.selection.submit(verify)  # not sooner: the computation waits for the correction
         appended.wait()
         planned.wait()
         begun = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale)
         corrected.wait()
         output = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale, begun)
-        self.in_flight[layer].append(self.transfers.submit(recall_ahead))
+        self.in_flight[layer].append(self.selection.submit(plan_rest))
         return output
 
     def prepare_replay(self, fills_page: bool) -> None:
@@ -224,17 +232,10 @@ class Retrieval:
             self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
 
     def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, reads: Reads) -> None:
-        """Write down what this step attends to, and list what is missing: for it, and for the next one."""
-        cache = self.cache.layers[layer]
+        """Write down what this step attends to, and plan of the next one what need not wait."""
         kernels.plan_pages(
-            logits,
-            batch.rows,
-            batch.seq_lens,
-            batch.page_table,
-            self.config.pages,
-            turned,
-            cache.slot_pages,
-            cache.attended,
+            *self._where(logits, batch, turned),
+            *self._tables(layer),
             reads,
             self.corrected,
             self.ahead[layer],
@@ -242,6 +243,23 @@ class Retrieval:
             self.config.page_size,
             self.policy.pooling,
         )
+
+    def _plan_rest(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor) -> None:
+        kernels.plan_rest(
+            *self._where(logits, batch, turned),
+            *self._tables(layer),
+            self.ahead[layer],
+            self.counts,
+            self.config.page_size,
+            self.policy.pooling,
+        )
+
+    def _where(self, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor) -> tuple:
+        """What both plans go by."""
+        return logits, batch.rows, batch.seq_lens, batch.page_table, self.config.pages, turned, plans_early(len(batch.rows))
+
+    def _tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.layers[layer].slot_pages, self.cache.layers[layer].attended
 
     def _seed(
         self,

@@ -13,7 +13,7 @@ from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expe
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.retrieval import Retrieval, Scheduled
+from sglang_freekv.retrieval import Retrieval, Scheduled, plans_early
 
 torch.set_num_threads(1)
 
@@ -43,8 +43,10 @@ class _Deferred:
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_decode_follows_the_paper(config, stream):
-    engine = Engine(config, prompts=[5, 64, 99], steps=17, stream=stream)
+@pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["planned early", "planned late"])
+def test_decode_follows_the_paper(prompts, config, stream):
+    assert plans_early(len(prompts)) == (len(prompts) == 3)
+    engine = Engine(config, prompts=prompts, steps=17, stream=stream)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
     corrected = [0] * len(engine.requests)
     for _ in range(17):

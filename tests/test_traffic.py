@@ -40,9 +40,7 @@ def _never_waiting(machine: Traffic) -> None:
 
 
 def _extending_while_a_step_is_in_flight(machine: Traffic) -> None:
-    """Staging, on the stream of recall, would order an extend behind that just as well."""
     machine.retrieval.complete_all_transfers = lambda: None
-    machine.retrieval.store.staging.stream = DeferredStream()
 
 
 def _seeding_a_row_only_once(machine: Traffic) -> None:

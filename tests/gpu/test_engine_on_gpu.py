@@ -23,6 +23,7 @@ from sglang_freekv.retrieval import Scheduled
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
 STEPS, RUNS, PROMPTS = 17, 200, [64, 99, 150]
+FEW = PROMPTS[2:]  # of so few requests the next step is planned behind the attention
 DELAYS = {0: 60, 20_000: 20, 400_000: 18, 20_000_000: 2}  # cycles (2 in a nanosecond): how often in a hundred
 
 
@@ -118,13 +119,14 @@ class CapturedEngine(Engine):
 
 
 @pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected", "two-bit", "canary", "quest", "arkvale-slack"])
-def test_a_captured_step_is_the_eager_one(name):
+@pytest.mark.parametrize("prompts", [PROMPTS, FEW], ids=["", "one request"])
+def test_a_captured_step_is_the_eager_one(name, prompts):
     eager, captured = (
-        cls(CONFIGS[name], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)
+        cls(CONFIGS[name], prompts, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)
     )
     captured.capture()
     for engine in (eager, captured):
-        engine.extend(engine.requests, PROMPTS)
+        engine.extend(engine.requests, prompts)
     for _ in range(STEPS):
         for expected, actual in zip(eager.decode(eager.requests), captured.replay()):
             assert torch.equal(actual, expected)
@@ -383,22 +385,23 @@ def test_a_decode_step_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _run(stream, broken=None, name: str = "tight") -> torch.Tensor:
-    engine = Engine(CONFIGS[name], PROMPTS, STEPS, stream, device="cuda")
+def _run(stream, broken=None, name: str = "tight", prompts: list[int] = PROMPTS) -> torch.Tensor:
+    engine = Engine(CONFIGS[name], prompts, STEPS, stream, device="cuda")
     if broken is not None:
         broken(engine.retrieval)
-    engine.extend(engine.requests, [48, 80, 100])
-    chunks = [output for output in engine.extend(engine.requests, PROMPTS)]
+    engine.extend(engine.requests, [prompt * 3 // 16 * 4 for prompt in prompts])
+    chunks = [output for output in engine.extend(engine.requests, prompts)]
     steps = [torch.stack(engine.decode(engine.requests)) for _ in range(STEPS)]
     assert_nothing_changed_in_host_memory(engine)
     return torch.cat([output.flatten() for output in (*chunks, *steps)])
 
 
-def test_delays_on_any_stream_change_nothing():
-    expected = _run(cuda_stream)
+@pytest.mark.parametrize("prompts, runs", [(PROMPTS, RUNS), (FEW, RUNS // 4)], ids=["", "one request"])
+def test_delays_on_any_stream_change_nothing(prompts, runs):
+    expected = _run(cuda_stream, prompts=prompts)
     assert expected.isfinite().all()
-    for seed in range(RUNS):
-        assert torch.equal(_run(delayed_streams(seed)), expected), f"run {seed} differs"
+    for seed in range(runs):
+        assert torch.equal(_run(delayed_streams(seed), prompts=prompts), expected), f"run {seed} differs"
 
 
 def test_the_canary_takes_no_delay_for_a_change():
@@ -419,24 +422,23 @@ def _without_waiting_for_transfers(retrieval) -> None:
 
 
 def _without_waiting_for_the_attention(retrieval) -> None:
-    """The recall for the next step, behind its plan alone, overwrites slots that this step's attention has yet to read."""
-    plans = _kept(retrieval.selection, "plan")
-    _behind(retrieval.transfers, "recall_ahead", lambda: plans[-1:])
+    """The recall for the next step overwrites slots that this step's attention has yet to read."""
+    retrieval.selection.submit = _unordered(retrieval.selection.submit, "plan_rest")
 
 
 def _without_waiting_for_the_plan(retrieval) -> None:
-    """Recall for the next step reads a list that is still being written."""
-    _behind(retrieval.transfers, "recall_ahead", list)
+    """Recall reads a list that is still being written."""
+    retrieval.transfers.submit = _unordered(retrieval.transfers.submit, "recall_ahead")
 
 
 def _without_waiting_for_the_correction(retrieval) -> None:
     """Attention of kv heads that turned reads pages of the step before."""
-    _unawaited(retrieval, retrieval.selection, "correct")
+    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "correct")
 
 
 def _attending_before_the_plan(retrieval) -> None:
     """Attention reads lists that are still being written, and how much of them is there."""
-    _unawaited(retrieval, retrieval.selection, "plan")
+    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "plan")
     decode, allocate = retrieval.decode, Reads.allocate
 
     def with_slots_that_are_there(*args):
@@ -448,46 +450,37 @@ def _attending_before_the_plan(retrieval) -> None:
 
 def _without_waiting_for_the_append(retrieval) -> None:
     """Attention reads the slot of a token that has yet to be written."""
-    _unawaited(retrieval, retrieval.appends, "append")
+    retrieval.appends.submit = _unawaited(retrieval.appends.submit, "append")
 
 
-def _unawaited(retrieval, stream, name: str) -> None:
-    """Handles of the work of that name wait for nothing; it is over when everything has to be."""
-    handles, complete = _kept(stream, name), retrieval.complete_all_transfers
-    keeping = stream.submit
+def _unawaited(submit, name: str):
+    """``submit`` whose handle of the work of that name waits for nothing."""
+    kept = []
 
     def unawaited(work, behind=None):
-        handle = keeping(work, behind)
-        return handle if work.__name__ != name else type("Ignored", (), {"wait": lambda self: None})()
-
-    def complete_all() -> None:
-        complete()
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-
-    stream.submit, retrieval.complete_all_transfers = unawaited, complete_all
-
-
-def _kept(stream, name: str) -> list:
-    """Handles of the work of that name, as it is submitted."""
-    submit, handles = stream.submit, []
-
-    def keeping(work, behind=None):
         handle = submit(work, behind)
-        if work.__name__ == name:
-            handles.append(handle)
-        return handle
+        if work.__name__ != name:
+            return handle
+        kept.append(handle)
+        return type("Ignored", (), {"wait": lambda self: None})()
 
-    stream.submit = keeping
-    return handles
+    return unawaited
 
 
-def _behind(stream, name: str, handles) -> None:
-    """The work of that name waits for ``handles()`` alone; other work for what it has to: it may store wherever numbers point that are
-    not there yet."""
-    submit = stream.submit
-    stream.submit = lambda work, behind=None: submit(work, handles() if work.__name__ == name else behind)
+def _unordered(submit, name: str):
+    """``submit`` without its own wait for the current stream, for the work of that name; what that submits in its turn waits.
+
+    Of that name alone: what else the stream is given may store wherever numbers point that are not there yet."""
+    wait = torch.cuda.Stream.wait_stream
+
+    def too_early(work, behind=None):
+        if work.__name__ != name:
+            return submit(work, behind)
+        passed = iter([True])
+        with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: next(passed, False) or wait(self, other)):
+            return submit(work, behind)
+
+    return too_early
 
 
 EDGES = [
@@ -500,8 +493,11 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize("remove_edge", EDGES)
-def test_a_removed_edge_is_caught_on_a_gpu(remove_edge):
+@pytest.mark.parametrize(
+    "remove_edge, prompts",
+    [*((edge, PROMPTS) for edge in EDGES), (_without_waiting_for_the_attention, FEW), (_without_waiting_for_the_plan, FEW)],
+)
+def test_a_removed_edge_is_caught_on_a_gpu(remove_edge, prompts):
     """The negative control of the delays."""
-    expected = _run(cuda_stream)
-    assert any(not torch.equal(_run(delayed_streams(seed), remove_edge), expected) for seed in range(40))
+    expected = _run(cuda_stream, prompts=prompts)
+    assert any(not torch.equal(_run(delayed_streams(seed), remove_edge, prompts=prompts), expected) for seed in range(40))

@@ -67,8 +67,10 @@ class State:
 class Sequences:
     """Requests that grow token by token, their logits, and calls with both."""
 
-    def __init__(self, lens, budget, capacity, size, group, pooling="softmax-mean", steps=STEPS, kind="ties", ids=torch.int64) -> None:
-        self.budget, self.size, self.group, self.pooling, self.kind = budget, size, group, pooling, kind
+    def __init__(
+        self, lens, budget, capacity, size, group, pooling="softmax-mean", steps=STEPS, kind="ties", ids=torch.int64, early=True
+    ) -> None:
+        self.budget, self.size, self.group, self.pooling, self.kind, self.early = budget, size, group, pooling, kind, early
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=ids, device=DEVICE)
         self.num_pages = (max(lens) + steps + size) // size
@@ -115,9 +117,23 @@ class Sequences:
             seeding(logits, self.rows, self.seq_lens, self.budget, state.slot_pages, state.attended, self.size, self.pooling)
 
     def plan(self, module, state: State, logits: torch.Tensor, turned: torch.Tensor) -> None:
-        args = (logits, self.rows, self.seq_lens, self.page_table, self.budget, turned)
-        written = state.slot_pages, state.attended, state.reads, state.corrected, state.ahead, state.counts
-        module.plan_pages(*args, *written, self.size, self.pooling)
+        """Both plans; what there is to each of them alone is asked for here."""
+        args = (logits, self.rows, self.seq_lens, self.page_table, self.budget, turned, self.early)
+        tables = state.slot_pages, state.attended
+        before = [table.clone() for table in tables]
+        module.plan_pages(*args, *tables, state.reads, state.corrected, state.ahead, state.counts, self.size, self.pooling)
+        self.assert_only_of(REAL & (turned | self.early), tables, before)
+        before, reads, now = [table.clone() for table in tables], [part.clone() for part in state.reads], int(state.corrected.length[0])
+        module.plan_rest(*args, *tables, state.ahead, state.counts, self.size, self.pooling)
+        self.assert_only_of(REAL & (turned & self.begins | (~turned if not self.early else turned & False)), tables, before)
+        assert int(state.corrected.length[0]) == now and all(torch.equal(a, b) for a, b in zip(state.reads, reads))
+
+    def assert_only_of(self, heads: torch.Tensor, tables: tuple[torch.Tensor, ...], before: list[torch.Tensor]) -> None:
+        """Nothing but the rows of ``heads [B, H]`` differs from ``before``."""
+        touched = torch.zeros(R, H, dtype=torch.bool, device=DEVICE)
+        touched[self.rows.long()] = heads
+        for table, old in zip(tables, before):
+            assert torch.equal(table[~touched], old[~touched])
 
     def plan_both(self, logits: torch.Tensor, turned: torch.Tensor) -> None:
         self.plan(plan, self.ours, logits, turned)
@@ -175,13 +191,6 @@ class Sequences:
                 chosen, left = (weights[b, h, sorted(some)] for some in (candidates & pages, candidates - pages))
                 assert chosen.min() >= left.max() - 1e-4
 
-    def assert_only(self, heads: torch.Tensor, before: dict[str, torch.Tensor]) -> None:
-        """Nothing but the rows of ``heads [B, H]`` differs from ``before``."""
-        touched = torch.zeros(R, H, dtype=torch.bool, device=DEVICE)
-        touched[self.rows.long()] = heads
-        for name, table in before.items():
-            assert torch.equal(getattr(self.ours, name)[~touched], table[~touched]), name
-
     def tables(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self.ours, name).clone() for name in ("slot_pages", "attended")}
 
@@ -204,9 +213,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", ["ties", "distinct"])
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_sequences_go_as_with_the_reference(case, kind):
-    run = Sequences(**vars(case), kind=kind, ids=torch.int32 if kind == "ties" else torch.int64)
+def test_sequences_go_as_with_the_reference(case, kind, early):
+    run = Sequences(**vars(case), kind=kind, ids=torch.int32 if kind == "ties" else torch.int64, early=early)
     run.seed(run.logits())
     for name in ("slot_pages", "attended"):
         assert torch.equal(getattr(run.ours, name), getattr(run.theirs, name)), name
@@ -221,7 +231,7 @@ def test_sequences_go_as_with_the_reference(case, kind):
         run.assert_alike()
         run.assert_read_is_sound(turned, before, run.weights(logits, False))
         run.assert_sound(REAL, run.weights(logits, True))
-        run.assert_only(REAL, before)
+        run.assert_only_of(REAL, tuple(run.tables().values()), list(before.values()))
         recalled += sum(len(units) for units in run.ours.listed())
     assert recalled > 0 and run.ours.counts[ROWS, reference.RECALLED].sum() == recalled
 
@@ -246,7 +256,7 @@ def test_seeding_writes_its_rows_and_no_other():
     run = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 11, 4, 3)
     before = run.tables()
     run.seed(run.logits())
-    run.assert_only(REAL, before)
+    run.assert_only_of(REAL, tuple(run.tables().values()), list(before.values()))
     assert (run.ours.slot_pages[REAL.new_tensor(ROWS, dtype=torch.long)][REAL] != NEVER).all()
 
 
@@ -375,8 +385,9 @@ def test_pages_of_the_past_are_ranked_by_weight_and_then_by_slot_for_eviction():
     state.reads = Reads.allocate(1, H, budget.total, DEVICE)
     state.slot_pages[1], state.attended[1] = torch.arange(6, device=DEVICE), torch.tensor([2, 4, 5], device=DEVICE)
     turned = torch.tensor([[True, False]], device=DEVICE)
-    plan.plan_pages(logits, one, one * 8, page_table, budget, turned, *(
-        state.slot_pages, state.attended, state.reads, state.corrected, state.ahead, state.counts, 1))  # fmt: skip
+    where = logits, one, one * 8, page_table, budget, turned, True, state.slot_pages, state.attended
+    plan.plan_pages(*where, state.reads, state.corrected, state.ahead, state.counts, 1)
+    plan.plan_rest(*where, state.ahead, state.counts, 1)
     assert state.reads.slots.tolist() == [[[6 + 3, 6 + 1, 6 + 4], [6 + 2, 6 + 4, 6 + 5]]]
     assert state.reads.pages.tolist() == [[[3, 6, 7], [2, 4, 5]]] and state.reads.present.tolist() == [[1, 3]]
     assert state.listed() == [{(16, 0, 7), (17, 0, 10)}, {(17, 1, 7)}]

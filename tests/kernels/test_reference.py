@@ -67,9 +67,10 @@ def _tables(rows: int, slots: int, attended: int) -> tuple[torch.Tensor, torch.T
     return torch.full((rows, H, slots), -1, dtype=torch.int32), torch.full((rows, H, attended), -1, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("slots", [6, 9])
 @pytest.mark.parametrize("budget", [PageBudget(1, 3, 2), PageBudget(0, 5, 1), PageBudget(3, 1, 2)])
-def test_a_plan_makes_all_required_resident_and_moves_only_what_is_missing(budget, slots):
+def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, slots, early):
     """Two requests from a few tokens on, long enough for slots to run out many times."""
     rows, table = torch.tensor([2, 1]), torch.randperm(80).view(2, 40)
     slot_pages, attended = _tables(4, slots, budget.total)
@@ -81,7 +82,10 @@ def test_a_plan_makes_all_required_resident_and_moves_only_what_is_missing(budge
     for step in range(100):
         seq_lens, turned = seq_lens + 1, torch.rand(2, H) < 0.4
         old, was, logits = slot_pages.clone(), attended.clone(), torch.randn(2, 2 * H, 40)
-        kernels.plan_pages(logits, rows, seq_lens, table, budget, turned, slot_pages, attended, reads, corrected, ahead, counts, S)
+        where = logits, rows, seq_lens, table, budget, turned, early, slot_pages, attended
+        kernels.plan_pages(*where, reads, corrected, ahead, counts, S)
+        assert bool(ahead.length[0]) <= early
+        kernels.plan_rest(*where, ahead, counts, S)
         now, later = ({tuple(unit) for unit in torch.stack(misses.columns(), 1).tolist()} for misses in (corrected, ahead))
         corrected.clear()
         ahead.clear()

@@ -30,6 +30,9 @@ class OnTrigger(Retrieval):
         torch.where(turned.repeat_interleave(logits.shape[1] // turned.shape[1], 1)[..., None], logits, frozen, out=frozen)
         super()._plan(layer, frozen, batch, turned, reads)
 
+    def _plan_rest(self, layer, logits, batch, turned) -> None:
+        super()._plan_rest(layer, self.frozen[layer], batch, turned)
+
 
 class Asking(Replay):
     """Tells the host which kv heads turned."""
