@@ -12,6 +12,7 @@ from setups import Setup
 
 PROMPT_SEED = 1000  # prompts are the same for all systems and loads
 SETTLE_TOKENS = 8  # of every request, before the window begins
+SPREAD = 1.05  # the requests of a batch decode in step: where their means are further apart, the client was late
 
 
 class Case(NamedTuple):
@@ -93,20 +94,37 @@ def achieved(setup: Setup, streams: list[Stream], retrieval_layers: int) -> dict
 def measure(
     server: BenchServer, case: Case, report: Report, deadline_s: float, tokens: int = 160, repeats: int = 2, interval: int = 8
 ) -> None:
-    """Measure one case on a running server; the first pass, which computes prompts that are not in the tree, is not counted."""
+    """Measure one case on a running server; the first pass, which computes prompts that are not in the tree, is not counted, nor is one
+    in which the client was late, up to as many as count.
+
+    Raises:
+        ValueError: it was late too often.
+    """
     setup, key = server.setup, f"{server.system}/{case.name}"
     prompts = prompts_of(setup, case.context, case.batch)
     server.set_load(setup.load(case.corrected, case.missed, case.context // setup.scale))
     server.stream_all(prompts, SETTLE_TOKENS, deadline_s)
     layers = (server.facts()["freekv"] or {}).get("retrieval_layers", 0)
-    passes = []
-    for _ in range(repeats):
+    passes, left_out = [], []
+    while len(passes) < repeats:
         streams = server.stream_all(prompts, tokens, deadline_s, interval)
-        passes.append(time_per_token(streams) | achieved(setup, streams, layers))
+        found = time_per_token(streams) | achieved(setup, streams, layers)
+        if setup.device == "cuda" and not is_steady(found):
+            left_out.append(found)
+            say(f"{key}: left out, requests took {found['fastest_s'] * 1e3:.2f} to {found['slowest_s'] * 1e3:.2f} ms per token")
+            if len(left_out) > repeats:
+                raise ValueError(f"{len(left_out)} passes in which requests of one batch took more than {SPREAD} times as long as others")
+            continue
+        passes.append(found)
         best = statistics.median(each["tpot_s"] for each in passes)
-        shares = f", c {passes[-1]['corrected']:.3f}, x {passes[-1]['missed']:.3f}" if layers else ""
-        report.add(key, {"case": case._asdict(), "scale": setup.scale, "tpot_s": best, "passes": passes})
-        say(f"{key}: {passes[-1]['tpot_s'] * 1e3:.2f} ms per token in {passes[-1]['window_tokens']} tokens{shares}")
+        shares = f", c {found['corrected']:.3f}, x {found['missed']:.3f}" if layers else ""
+        report.add(key, {"case": case._asdict(), "scale": setup.scale, "tpot_s": best, "passes": passes, "left_out": left_out})
+        say(f"{key}: {found['tpot_s'] * 1e3:.2f} ms per token in {found['window_tokens']} tokens{shares}")
+
+
+def is_steady(found: dict) -> bool:
+    """Whether a pass may be counted."""
+    return found["slowest_s"] <= SPREAD * found["fastest_s"]
 
 
 def ratios(results: dict) -> str:

@@ -44,7 +44,7 @@ def main() -> int:
     on_gpu = device == "cuda"
     ceilings = Ceilings.measure(device, GIB if on_gpu else GIB // 64)
     report.add("ceilings", vars(ceilings))
-    host = host_memory(int(options.host_gib * GIB) if on_gpu else 8 << 20, on_gpu)
+    host = host_memory(int(options.host_gib * GIB) if on_gpu else 8 << 20, "registered" if on_gpu else None)
     cases = CASES if on_gpu else [TINY]
     for case in cases:
         names = [name for name in KERNELS if wanted(f"{case.name}/{name}") and (on_gpu or name not in ONLY_ON_GPU)]

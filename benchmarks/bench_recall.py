@@ -10,6 +10,7 @@ from report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB
 from sglang_freekv.kernels import Misses
+from sglang_freekv.memory_pool import pinned
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from timing import Ceilings, synchronize, time_calls, time_graph
 
@@ -73,9 +74,14 @@ class Pools:
             assert bool((words == 0x7FC1).all()), "something else was written"
 
 
-def host_memory(num_bytes: int, pin: bool) -> torch.Tensor:
-    """Host memory in which no two units are alike."""
-    host = torch.empty(num_bytes // DTYPE.itemsize, dtype=DTYPE, pin_memory=pin)
+def host_memory(num_bytes: int, kind: str | None) -> torch.Tensor:
+    """Host memory in which no two units are alike: "registered" as the host pool's is, "cuda" allocated by CUDA, or not pinned."""
+    if kind == "registered":
+        memory = pinned.allocate(num_bytes, huge=True)
+        pinned.pin(memory)
+        host = torch.frombuffer(memory, dtype=DTYPE)
+    else:
+        host = torch.empty(num_bytes // DTYPE.itemsize, dtype=DTYPE, pin_memory=kind == "cuda")
     noise = torch.randint(2**30, (2**18,), dtype=torch.int32)
     for index, piece in enumerate(host.view(torch.int32).split(2**18)):
         torch.add(noise, index * 4099, out=piece)
@@ -109,6 +115,7 @@ def main() -> int:
     parser = arguments(__doc__, "bench_recall", [f"{name}/{way}" for name in CASES for way in ways])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--host-gib", type=float, default=4, help="host pool; beyond what a TLB covers")
+    parser.add_argument("--memory", choices=("registered", "cuda"), default="registered", help="pinned as the pool's, or by CUDA")
     parser.add_argument("--units", type=int, default=8192, help="units of one recall, of 16 KiB; as many bytes in other sizes")
     options = parser.parse_args()
     device, wanted, report = options.device, chosen(options), Report("bench_recall", options.out)
@@ -119,7 +126,7 @@ def main() -> int:
         report.add("ceilings", vars(ceilings))
         say(f"copy engine: {ceilings.to_device / 1e9:.1f} GB/s to the device, {ceilings.to_host / 1e9:.1f} GB/s to the host")
     host_bytes, moved = int(options.host_gib * GIB) // 2**20 * 2**20, options.units * 16384
-    host = host_memory(host_bytes, on_gpu)
+    host = host_memory(host_bytes, options.memory if on_gpu else None)
     memory = torch.empty(moved, dtype=DTYPE, device=device)  # twice what is moved: slots that no unit goes to
 
     rows = []

@@ -188,7 +188,7 @@ def main() -> int:
 def _tell(path: Path) -> None:
     """Where the time of a profiled step went, kernel by kernel."""
     total, count, streams = defaultdict(float), defaultdict(int), defaultdict(set)
-    for name, stream, _, length in json.loads(path.read_text())["kernels"]:
+    for name, stream, _, length, _ in json.loads(path.read_text())["kernels"]:
         total[name] += length
         count[name] += 1
         streams[name].add(stream)

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Misses:
-    """Filled by ``plan_pages``, emptied by ``recall_pages``; one list for each stream that plans.
+    """Filled by plans, emptied by ``recall_pages``.
 
     Args:
         length: ``[4]`` int32: units in the list, the programs of a running recall that are done with it, the units of the last recall,

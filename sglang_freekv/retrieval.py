@@ -207,7 +207,7 @@ class Retrieval:
         return output
 
     def complete_transfers(self, layer: int) -> None:
-        """Wait for what the last forward pass of ``layer`` left in flight: a recall, which owns the slots and the slot table
+        """Wait for what the last forward pass of ``layer`` left in flight: a plan and a recall, which own the slots and the slot table
         until then, or an offload, which a correction may read back."""
         for handle in self.in_flight[layer]:
             handle.wait()

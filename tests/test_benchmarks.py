@@ -192,12 +192,13 @@ def test_a_report_is_continued_and_survives_a_failure(tmp_path):
 
 
 def test_time_per_token_is_that_of_the_common_window():
-    from bench_decode import time_per_token
+    from bench_decode import is_steady, time_per_token
     from servers import Stream
 
     early = Stream(0.0, [(time / 100, count) for count, time in enumerate(range(100), 1)])
     late = Stream(0.0, [(0.5 + time * 0.02, count) for count, time in enumerate(range(30), 1)])
     found = time_per_token([early, late])
+    assert not is_steady(found) and is_steady(time_per_token([early, early]))
     assert found["fastest_s"] == pytest.approx(0.01) and found["slowest_s"] == pytest.approx(0.02)
     with pytest.raises(ValueError, match="no window"):
         time_per_token([early, Stream(0.0, [(2 + time, count) for count, time in enumerate(range(30), 1)])])
