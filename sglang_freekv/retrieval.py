@@ -136,7 +136,6 @@ class Retrieval:
 
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
-            kernels.attend_pages(*attended, parts, "rest")
 
         def verify() -> None:
             self._verify(layer, self.corrected)
@@ -149,17 +148,15 @@ class Retrieval:
             self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
             self._verify(layer, self.ahead[layer])
 
-        attended = queries, cache.keys, cache.values, seq_lens, reads, scale
-        parts = kernels.attend_pages(*attended, None, "allocate")
         planned = self.selection.submit(plan)
         corrected = self.selection.submit(correct)
         if self.canary is not None:
             self.selection.submit(verify)  # not sooner: the computation waits for the correction
         appended.wait()
         planned.wait()
-        kernels.attend_pages(*attended, parts, "first")
+        begun = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale)
         corrected.wait()
-        output = kernels.attend_pages(*attended, parts, "merge")
+        output = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale, begun)
         self.in_flight[layer].append(self.selection.submit(plan_rest))
         return output
 
