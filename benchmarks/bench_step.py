@@ -28,7 +28,7 @@ from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
 
 SHAPE = Shape.of("llama-3.1-8b")
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = SHAPE.layers, SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_dim
-HOST_TOKENS = 1 << 17  # of each layer; the page tables draw from their pages
+HOST_TOKENS = 1 << 17
 GROWTH = 128  # tokens at most, by which a context grows while its steps are timed
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
@@ -46,7 +46,7 @@ class Step:
     def __init__(
         self, config: FreeKVConfig, model: Decoder, store: Store, controls: Controls, batch: int, context: int, longest: int, variant: dict
     ) -> None:
-        pages, host_pages = longest // config.page_size + 1, HOST_TOKENS // config.page_size
+        pages, host_pages = longest // config.page_size + 1, len(store.host.layers[0])
         selection = CudaStream(DEVICE)
         appends, transfers = (selection if variant.get("one_stream") else CudaStream(DEVICE) for _ in range(2))
         recall = drain if variant.get("copies_off") else kernels.recall_pages
@@ -150,16 +150,18 @@ def main() -> int:
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
     parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")
+    parser.add_argument("--host-tokens", type=int, default=HOST_TOKENS, help="of each layer's host pool, from which page tables draw")
     parser.add_argument("--digest", choices=DIGESTS, default=FreeKVConfig().digest)
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
     model, config = Decoder(SHAPE, DTYPE, DEVICE), FreeKVConfig(page_size=options.page_size, digest=options.digest)
     usual = (options.page_size, options.digest) == (DEFAULT_PAGE_SIZE, FreeKVConfig().digest)
     suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
+    suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
     shape = KVShape(LAYERS, 0, KV_HEADS, QUERY_HEADS, HEAD_DIM, math.prod(digest), DTYPE.itemsize)
     streams = CudaStream(DEVICE)
-    store = Store.build(config, shape, HOST_TOKENS - config.page_size, 16, config.page_size, digest, DTYPE, DEVICE, streams)
+    store = Store.build(config, shape, options.host_tokens - config.page_size, 16, config.page_size, digest, DTYPE, DEVICE, streams)
     for digests in store.digests.layers:
         digests.normal_()
     say("pools are up")

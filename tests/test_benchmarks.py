@@ -202,3 +202,15 @@ def test_time_per_token_is_that_of_the_common_window():
     assert found["fastest_s"] == pytest.approx(0.01) and found["slowest_s"] == pytest.approx(0.02)
     with pytest.raises(ValueError, match="no window"):
         time_per_token([early, Stream(0.0, [(2 + time, count) for count, time in enumerate(range(30), 1)])])
+
+
+def test_the_committed_step_is_the_one_that_was_drawn(capsys):
+    from bench_step import _tell
+    from plot_step import LANES, lanes_of, picture
+
+    step = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "step-32k-b8.json"
+    kernels = json.loads(step.read_text())["kernels"]
+    assert picture(kernels) == step.with_suffix(".svg").read_text()
+    assert {lane for lane, *_ in lanes_of(kernels)} == set(LANES)
+    _tell(step)
+    assert "_score_pages" in capsys.readouterr().out
