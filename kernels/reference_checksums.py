@@ -1,0 +1,83 @@
+"""Specification of the canary's checksums; letters as in ``reference``."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_freekv.kernels.reference_movers import gather_pages
+
+SPREAD = 0x9E3779B1 - (1 << 32)  # an odd number near 2 ** 32 over the golden ratio, as int32: neighbours get weights far apart
+
+
+def checksum_pages(
+    keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, checksums: torch.Tensor, page_size: int
+) -> None:
+    """Write the checksum of every unit of full pages: what ``reference.offload_pages`` with the same arguments stores.
+
+    A checksum is the sum of a unit's 32-bit words, keys then values, each times an odd number of its place, modulo 2 ** 32: it tells any
+    change of a single word, and words that changed places.
+
+    Args:
+        keys, values: ``[T, H, D]`` token rows to read; a row is whole words.
+        starts: ``[N, H]`` row of each page's first token, per kv head.
+        host_pages: ``[N]`` host page whose checksums are written, -1 to skip.
+        checksums: ``[n_page, H]`` int32, written in place.
+    """
+    chosen = (host_pages >= 0).nonzero().squeeze(1)
+    units = torch.stack([gather_pages(rows, starts[chosen], page_size) for rows in (keys, values)], dim=2)
+    checksums[host_pages[chosen]] = _checksums(units)
+
+
+def verify_units(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    tokens_per_start: int,
+    heads: torch.Tensor,
+    host_pages: torch.Tensor,
+    count: torch.Tensor,
+    every: int,
+    checksums: torch.Tensor,
+    layer: int,
+    faults: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Compare units that came from the host with the checksums of their pages; what differs is noted.
+
+    Args:
+        keys, values: ``[T, H, D]`` token rows that hold the units.
+        starts: ``[M]``; a unit's first token is in row ``start * tokens_per_start``.
+        tokens_per_start: the page size if starts are slots, 1 if they are rows.
+        heads, host_pages: ``[M]`` kv head and host page of each unit.
+        count: ``[2]`` int32: so many of M are units; and a number that is another one each time.
+        every: one unit in ``every`` is examined; the number says which one is the first.
+        checksums: ``[n_page, H]`` int32 of :func:`checksum_pages`.
+        layer: to be noted.
+        faults: ``[1 + F, 5]`` int32: the first element counts faults, in all; fault n is row ``1 + n % F``: layer, host page, kv head,
+            the checksum found, the one expected.
+    """
+    units, turn = count.tolist()
+    examined = slice(_mixed(turn) % every, min(units, len(host_pages)), every)
+    starts, heads, host_pages = (x[examined].long() for x in (starts, heads, host_pages))
+    rows = starts[:, None] * tokens_per_start + torch.arange(page_size, device=starts.device)
+    found = _checksums(torch.stack([x[rows, heads[:, None]] for x in (keys, values)], dim=1))
+    expected = checksums[host_pages, heads]
+    wrong = (found != expected).nonzero().squeeze(1)
+    notes = torch.stack((torch.full_like(wrong, layer), host_pages[wrong], heads[wrong], found[wrong], expected[wrong]), dim=1)
+    places = int(faults[0, 0]) + torch.arange(len(wrong), device=faults.device)
+    faults[1 + places % (len(faults) - 1)] = notes.int()
+    faults[0, 0] += len(wrong)
+
+
+def _mixed(number: int) -> int:
+    """A number below 2 ** 32 that looks random (Wellons's lowbias32): a layer whose turn comes at regular intervals gets all remainders."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        number = (number ^ number >> shift) * factor & 0xFFFFFFFF
+    return number ^ number >> 16
+
+
+def _checksums(units: torch.Tensor) -> torch.Tensor:
+    """int32 ``[...]`` of units ``[..., 2, S, D]``."""
+    words = units.contiguous().view(torch.int32).flatten(-3).long()
+    weights = (torch.arange(words.shape[-1], device=words.device) * SPREAD) | 1  # int64, whose lower half is int32's product
+    return (words * weights).sum(-1).to(torch.int32)

@@ -1,0 +1,154 @@
+"""Specification of the kernels that move pages and tokens; letters and layouts as in ``reference``."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_freekv.kernels.misses import Misses
+
+
+def offload_pages(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    host_pages: torch.Tensor,
+    host_pool: torch.Tensor,
+) -> None:
+    """Copy full pages from token rows (NHD) to the host pool (HND).
+
+    Args:
+        keys, values: ``[T, H, D]`` token rows to read.
+        starts: ``[N, H]`` row of each page's first token, per kv head.
+        host_pages: ``[N]`` host page to write, -1 to skip.
+        host_pool: ``[n_page, H, 2, S, D]`` written in place.
+    """
+    chosen = (host_pages >= 0).nonzero().squeeze(1)
+    page_size = host_pool.shape[3]
+    units = torch.stack([gather_pages(rows, starts[chosen], page_size) for rows in (keys, values)], dim=2)
+    host_pool[host_pages[chosen].to(host_pool.device)] = units.to(host_pool.device)
+
+
+def recall_pages(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8) -> None:
+    """Copy the missing (page, kv head) units from the host pool (HND) to device slots (NHD), and leave the list empty.
+
+    Args:
+        host_pool: ``[n_page, H, 2, S, D]``.
+        misses: what to copy, and where to.
+        keys, values: ``[R * C, S, H, D]`` written in place.
+        programs: on a GPU, how many copy; the rest of the device computes on.
+    """
+    host_pages, heads, slots = (column.long() for column in misses.columns())
+    units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
+    keys[slots, :, heads] = units[:, 0]
+    values[slots, :, heads] = units[:, 1]
+    misses.clear()
+
+
+def fill_pages(
+    source_keys: torch.Tensor,
+    source_values: torch.Tensor,
+    starts: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slot_pages: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Copy every page of the slot tables that has content from token rows that are on the device already.
+
+    Args:
+        source_keys, source_values: ``[T, H, D]``. A partial last page is copied with whatever follows it; attention masks it.
+        starts: ``[B]`` first token row of each request.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of each request that the source holds.
+        slot_pages: ``[R, H, C]`` logical page in each slot.
+        keys, values: ``[R * C, S, H, D]`` written in place.
+    """
+    size, capacity = keys.shape[1], slot_pages.shape[2]
+    pages = slot_pages[rows].long()
+    b, h, c = ((pages >= 0) & (pages * size < seq_lens[:, None, None]) & (rows > 0)[:, None, None]).nonzero(as_tuple=True)
+    tokens = (starts[b] + pages[b, h, c] * size)[:, None] + torch.arange(size, device=pages.device)
+    tokens.clamp_(max=source_keys.shape[0] - 1)
+    slots = rows[b] * capacity + c
+    keys[slots, :, h] = source_keys[tokens, h[:, None]]
+    values[slots, :, h] = source_values[tokens, h[:, None]]
+
+
+def stage_pages(
+    host_pool: torch.Tensor,
+    host_pages: torch.Tensor,
+    starts: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Stream whole pages, all kv heads, from the host pool (HND) to token rows (NHD): the prefix of an extend.
+
+    Args:
+        host_pool: ``[n_page, H, 2, S, D]``.
+        host_pages: ``[N]`` pages to read.
+        starts: ``[N]`` first token row of each page.
+        keys, values: ``[T, H, D]`` written in place.
+    """
+    units = host_pool[host_pages.to(host_pool.device)].to(keys.device).permute(2, 0, 3, 1, 4)
+    rows = starts[:, None] + torch.arange(host_pool.shape[3], device=starts.device)
+    keys[rows], values[rows] = units[0], units[1]
+
+
+def append_tokens(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    slot_pages: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the new token of every request into its current page, which must be resident.
+
+    Args:
+        new_keys, new_values: ``[B, H, D]``.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context, the new one included.
+        page_table: ``[B, P]`` logical page -> host page.
+        slot_pages: ``[R, H, C]`` logical page in each slot.
+        keys, values: ``[R * C, S, H, D]`` written in place.
+
+    Returns:
+        ``(starts, filled)``: ``[B, H]`` first token row of the current page in the flattened cache, and ``[B]`` the host page of a
+        page that this token fills, -1 where it fills none.
+    """
+    size, capacity = keys.shape[1], slot_pages.shape[2]
+    page, offset = (seq_lens - 1) // size, (seq_lens - 1) % size
+    position = (slot_pages[rows] == page[:, None, None]).to(torch.int32).argmax(-1)
+    slots = rows[:, None] * capacity + position
+    real = (rows > 0).nonzero().squeeze(1)
+    heads = torch.arange(new_keys.shape[1], device=rows.device)
+    keys[slots[real], offset[real, None], heads] = new_keys[real]
+    values[slots[real], offset[real, None], heads] = new_values[real]
+    filled = page_table.gather(1, page[:, None].long()).squeeze(1)
+    return slots * size, filled.where((offset == size - 1) & (rows > 0), -1)
+
+
+def snapshot_pages(
+    req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> None:
+    """Read the host pages of every request off the token slots of its pages, the one that the next token may begin included.
+
+    Args:
+        req_to_token: ``[R, T]`` token slot of each position; T bounds the context.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context.
+        page_table: ``[B, P]`` written: logical page -> host page, 0 beyond the context.
+    """
+    first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
+    begun = (first <= seq_lens[:, None]) & (first < req_to_token.shape[1])
+    tokens = req_to_token[rows[:, None], first.clamp(max=req_to_token.shape[1] - 1)]
+    page_table.copy_((tokens // page_size).where(begun, 0))
+
+
+def gather_pages(rows: torch.Tensor, starts: torch.Tensor, page_size: int) -> torch.Tensor:
+    """``[N, H, S, D]`` pages that begin at ``starts [N, H]`` of token rows ``[T, H, D]``."""
+    token = starts[:, :, None] + torch.arange(page_size, device=starts.device)
+    heads = torch.arange(rows.shape[1], device=starts.device)[None, :, None]
+    return rows[token, heads]

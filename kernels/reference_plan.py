@@ -1,0 +1,255 @@
+"""Specification of what is decided in a step: who turned, which pages are selected, and the slot of each; letters as in ``reference``."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.reads import Reads
+
+HITS, RECALLED, CORRECTED = range(3)
+FAINT = -3.0e38
+
+Pooling = Literal["softmax-mean", "mean", "max"]  # of a group's logits, to the weight of a page
+
+
+def needs_correction(
+    queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, tau: float, counts: torch.Tensor, num_kv_heads: int
+) -> torch.Tensor:
+    """Flag the kv heads whose query turned since the last step (paper section 3.3), and remember the query for the next.
+
+    Args:
+        queries: ``[B, Hq, D]`` post-RoPE queries of this step.
+        rows: ``[B]`` row of each request.
+        previous: ``[R, Hq, D]`` queries of the step before; those of ``rows`` are replaced by ``queries``.
+        tau: threshold on the cosine similarity, averaged over the group.
+        counts: ``[R, 3]`` int64; CORRECTED is added to.
+
+    Returns:
+        ``[B, H]`` bool.
+    """
+    similarity = F.cosine_similarity(queries.float(), previous[rows].float(), dim=-1)
+    turned = (similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau) & (rows > 0)[:, None]
+    previous[rows] = queries.where((rows > 0)[:, None, None], previous[rows])
+    counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
+    return turned
+
+
+def select_pages(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    budget: PageBudget,
+    num_kv_heads: int,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weigh candidate pages for every kv head, and take the heaviest; of equal weights the earlier page.
+
+    It is part of :func:`plan_pages` and :func:`seed_slots`.
+
+    Args:
+        logits: ``[B, Hq, P]`` of ``reference.score_pages``.
+        tokens: ``[B]`` tokens of context.
+        pooling: the weight of a page. "softmax-mean": the softmax over the candidates, averaged over the group (paper section 3.2); in
+            logarithms, because far pages would underflow to equal weights. "mean", "max": of the group's logits as they are. What
+            overflowed has no say.
+
+    Returns:
+        ``(weights, order, required)``: ``[B, H, P]`` float32, -inf where a page is no candidate; ``[B, H, P]`` pages from
+        heavy to light; ``[B, H, P]`` bool, pages of the sink, the window, and those chosen.
+    """
+    pages = torch.arange(logits.shape[2], device=logits.device)
+    num_pages = ((tokens + page_size - 1) // page_size)[:, None]
+    end = (num_pages - budget.window).clamp(min=budget.sink)
+    candidate = ((pages >= budget.sink) & (pages < end))[:, None]
+    fixed = (pages < num_pages) & ((pages < budget.sink) | (pages >= end))
+    grouped = logits.unflatten(1, (num_kv_heads, -1)).masked_fill(~candidate[:, None], float("-inf"))
+    weights = _pool(grouped, pooling).masked_fill(~candidate, float("-inf"))
+    order = weights.sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order[..., : budget.selected], True) & candidate
+    return weights, order, chosen | fixed[:, None]
+
+
+def seed_slots(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    budget: PageBudget,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> None:
+    """Begin a row afresh: what the first decode step attends to, and in the slots that are left the next best pages.
+
+    Args:
+        logits: ``[B, Hq, P]`` of ``reference.score_pages``.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context; the next one may begin a page, which gets its slot here.
+        slot_pages: ``[R, H, C]`` int32, written: logical page in each slot, in ascending order, then -1.
+        attended: ``[R, H, A]`` int32, written: slots of the pages to attend to, in ascending order, then -1.
+        pooling: as :func:`select_pages`.
+    """
+    num_kv_heads, capacity = slot_pages.shape[1:]
+    weights, order, required = select_pages(logits, seq_lens + 1, budget, num_kv_heads, page_size, pooling)
+    extra = budget.selected + capacity - budget.total
+    resident = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf")))
+    real = rows > 0
+    slot_pages[rows[real]] = _ranked(resident, capacity)[real]
+    slot_of_page = (resident.cumsum(-1) - 1).to(torch.int32)
+    wanted = _ranked(required, attended.shape[2])
+    slots = slot_of_page.gather(2, wanted.clamp(min=0).long()).where(wanted >= 0, -1)
+    attended[rows[real]] = slots[real]
+
+
+def plan_pages(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    early: bool,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    reads: Reads,
+    corrected: Misses,
+    ahead: Misses,
+    counts: torch.Tensor,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> None:
+    """Write down what this step attends to: of a kv head that turned the pages that it selects now, else those selected a step ago.
+
+    What it selects gets a slot: what is resident is kept, what is missing goes where nothing is required. Missing pages in ascending
+    order take the slots that hold nothing, then those whose page is lightest, in order of slots.
+
+    Args:
+        logits: ``[B, Hq, P]`` of ``reference.score_pages``.
+        rows: ``[B]`` row of each request.
+        seq_lens: ``[B]`` tokens of context. Who turned selects among the candidates of so many, for the next step among those of one more.
+        page_table: ``[B, P]`` logical page -> host page.
+        turned: ``[B, H]`` bool, kv heads that are corrected in this step.
+        early: kv heads that have not turned select for the next step here, and not in :func:`plan_rest`. The tables are then those of the
+            next step.
+        slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
+        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to: those that are in theirs, in ascending order, then those
+            that are not yet, in ascending order, then -1.
+        reads: written.
+        corrected, ahead: receive the pages to recall for this step, and behind its attention for the next; a page about to begin has no
+            content and is not among them.
+        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident, of the first selection of each
+            kv head in a step.
+        pooling: as :func:`select_pages`.
+    """
+    real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
+    where = logits, rows, seq_lens, page_table, budget
+    written = slot_pages, attended, counts, page_size, pooling
+    reads.slots.fill_(-1)
+    reads.present.fill_(attended.shape[2])
+
+    def write_down(heads: tuple[torch.Tensor, torch.Tensor]) -> None:
+        b, h = heads
+        listed = attended[rows[b], h]
+        reads.pages[heads] = slot_pages[rows[b], h].gather(1, listed.clamp(min=0).long())
+        reads.slots[heads] = (rows[b, None] * capacity + listed).where(listed >= 0, -1).to(torch.int32)
+
+    write_down((real & ~turned).nonzero(as_tuple=True))
+    now = (real & turned).nonzero(as_tuple=True)
+    reads.present[now] = _select_for(now, 0, *where, turned, corrected, *written)
+    write_down(now)
+    if early:
+        _select_for((real & ~turned).nonzero(as_tuple=True), 1, *where, turned, ahead, *written)
+
+
+def plan_rest(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    early: bool,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    ahead: Misses,
+    counts: torch.Tensor,
+    page_size: int,
+    pooling: Pooling = "softmax-mean",
+) -> None:
+    """Behind the attention, select for the next step what :func:`plan_pages` has not: for kv heads that turned, where the next token begins
+    a page; elsewhere the candidates are the same. And for those that have not turned, unless ``early``.
+
+    Arguments as of :func:`plan_pages`.
+    """
+    begins = (seq_lens % page_size == 0)[:, None]
+    wanted = turned & begins if early else ~turned | begins
+    heads = ((rows > 0)[:, None] & wanted).nonzero(as_tuple=True)
+    _select_for(heads, 1, logits, rows, seq_lens, page_table, budget, turned, ahead, slot_pages, attended, counts, page_size, pooling)
+
+
+def _select_for(
+    heads: tuple[torch.Tensor, torch.Tensor],
+    more: int,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    budget: PageBudget,
+    turned: torch.Tensor,
+    misses: Misses,
+    slot_pages: torch.Tensor,
+    attended: torch.Tensor,
+    counts: torch.Tensor,
+    page_size: int,
+    pooling: Pooling,
+) -> torch.Tensor:
+    """Select for kv heads ``(b, h)`` in contexts of so many ``more`` tokens; returns of how many of their pages nothing has to come."""
+    (b, h), tokens, capacity = heads, seq_lens + more, slot_pages.shape[2]
+    weights, _, required = (x[heads] for x in select_pages(logits, tokens, budget, slot_pages.shape[1], page_size, pooling))
+    table = slot_pages[rows[b], h].long()
+    page = table.clamp(0, required.shape[1] - 1)
+    kept = required.gather(1, page) & (table >= 0)
+    resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
+    missing = required & ~resident
+    needed = missing.sum(1, keepdim=True)
+    worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
+    victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, torch.arange(capacity, device=b.device) < needed)
+    incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
+
+    slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
+    place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
+    listed = place.sort(1).values[:, : attended.shape[2]]
+    attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
+    recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
+    i, slot = recalled.nonzero(as_tuple=True)
+    misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+
+    chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
+    counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
+    counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * (turned[heads] != bool(more)))
+    return kept.sum(1, dtype=torch.int32)
+
+
+def _pool(logits: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """``[B, H, P]`` weights of ``[B, H, G, P]`` logits, all finite."""
+    if pooling == "softmax-mean":
+        shares = logits.log_softmax(-1).nan_to_num(nan=FAINT).clamp(min=FAINT)
+        return shares.logsumexp(2) - math.log(logits.shape[2])
+    finite = logits.abs() < -FAINT
+    if pooling == "mean":
+        return (logits.where(finite, 0) / logits.shape[2]).sum(2)
+    return logits.where(finite, FAINT).amax(2)
+
+
+def _ranked(mask: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., width]`` int32 indices at which ``mask [..., N]`` holds, in ascending order, then -1."""
+    rank = torch.where(mask, mask.cumsum(-1) - 1, width).clamp(max=width)
+    index = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32).expand(mask.shape)
+    ranked = torch.full((*mask.shape[:-1], width + 1), -1, dtype=torch.int32, device=mask.device)
+    return ranked.scatter_(-1, rank, index)[..., :width]
