@@ -9,10 +9,11 @@ import torch
 
 from bench_recall import host_memory
 from kernel_inputs import Case, Inputs
-from kernel_trials import KERNELS, Trial
+from kernel_trials import KERNELS
 from report import Report, arguments, chosen, say, seconds_since_start, table
 from sglang_freekv.config import GIB, PageBudget
 from timing import Ceilings, time_graph
+from trial import Trial
 
 CASES = [
     *(Case(f"llama-{context // 1024}k-b{batch}", 32, 8, 128, context, batch) for context in (32768, 131072) for batch in (1, 8, 16)),
