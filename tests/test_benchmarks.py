@@ -214,3 +214,27 @@ def test_the_committed_step_is_the_one_that_was_drawn(capsys):
     assert {lane for lane, *_ in lanes_of(kernels)} == set(LANES)
     _tell(step)
     assert "_score_pages" in capsys.readouterr().out
+
+
+def test_checkouts_are_compared_by_the_fastest_of_their_rounds(tmp_path, monkeypatch, capsys):
+    import compare_steps
+
+    for name in ("old", "new"):
+        (tmp_path / name / "benchmarks").mkdir(parents=True)
+        (tmp_path / name / "benchmarks" / "bench_step.py").write_text(
+            "import json, sys\n"
+            f"ran = open({str(tmp_path / name / 'ran')!r}, 'a+')\n"
+            "ran.write('x'), ran.seek(0)\n"
+            "assert sys.argv[-2:] == ['--corrected', '0.59']\n"
+            f"seconds = {{'median': {2e-3 if name == 'old' else 1e-3} * (1 + len(ran.read()))}}\n"
+            "out = sys.argv[sys.argv.index('--out') + 1]\n"
+            "json.dump({'results': {'32k-b8/freekv': {'seconds': seconds}}}, open(out + '/bench_step.json', 'w'))\n"
+        )
+    monkeypatch.setattr(sys, "argv", ["compare_steps.py", str(tmp_path / "old"), str(tmp_path / "new"), "--corrected", "0.59"])
+    assert compare_steps.main() == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    column = told[-4].index("32k-b8")
+    assert [row[column] for row in told[-3:-1]] == ["4", "2"] and told[-1][column + 2] == "0.5"
+    monkeypatch.setattr(sys, "argv", ["compare_steps.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="measured nothing"):
+        compare_steps.main()
