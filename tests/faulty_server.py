@@ -48,9 +48,9 @@ def run_scheduler(path: Path, *args, **kwargs):
                 if damage["rank"] != torch.distributed.get_rank():
                     continue
                 swept[0] = damage.get("swept", swept[0])
-                for page in damage["pages"]:
-                    unit = built.host.layers[damage["layer"]][page, damage["head"]]
-                    unit[1, 3].view(torch.int32)[2] ^= 1 << 30  # of an exponent
+                if damage["pages"]:  # all at once: while one after the other is damaged, their request may end, and the rest be another's
+                    words = built.host.layers[damage["layer"]].view(torch.int32).numpy()
+                    words[damage["pages"], damage["head"], 1, 3, 2] ^= 1 << 30  # of an exponent
                 delay[0] = damage.get("graph_delay", delay[0])
                 path.unlink()
 
