@@ -8,7 +8,7 @@ import torch
 
 
 class Reads(NamedTuple):
-    """Written by ``plan_pages``, read by ``attend_pages``; the slot table is that of the next step meanwhile.
+    """Written by ``plan_pages``, read by ``attend_pages``, when the tables may be those of the next step already.
 
     Of a context of P pages a kv head has the smaller of P and A; a request of padding has none.
 
