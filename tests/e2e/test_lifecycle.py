@@ -18,13 +18,17 @@ from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
-WAITING_S, RUNNING_S = 4, 6
+WAITING_S, RUNNING_S, ARRIVAL_S = 1, 8, 0.5
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # how often SGLang asks whether the client of a whole answer is still there
 }
 RETRACTING = {"SGLANG_TEST_RETRACT": "1"}  # a request in every third decode step
-LIMITED = {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_S), "SGLANG_REQ_RUNNING_TIMEOUT": str(RUNNING_S)}
+LIMITED = {
+    "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_S),
+    "SGLANG_REQ_RUNNING_TIMEOUT": str(RUNNING_S),
+    "SGLANG_TEST_RETRACT_INTERVAL": "60",  # a row changes hands less often than requests may wait, and before they may run no longer
+}
 SERVERS = {  # name -> budget, tau, rows, environment
     "speculative": (128, 0.9, CLIENTS, {}),
     "corrected": (128, 2, 4, {}),
@@ -238,15 +242,23 @@ def test_a_request_that_ends_early_leaves_nothing(servers, prompts, shared_prefi
 
 
 def test_sglangs_own_timeouts(servers, prompts, undisturbed):
-    """Its limits end those that wait, retracted or new, and those that run, in prefill or decoding."""
+    """Its limits end those that wait, retracted or new, and those that run."""
     server, expected = servers["limited"], undisturbed["retracting"]
+    rows = server.state()["rows_total"]
     long_prompts = np.random.default_rng(7).integers(10, 5000, (CLIENTS // 4, 1000)).tolist()
+    clients = [*prompts[: CLIENTS - len(long_prompts)], *long_prompts]
+
+    def live_in_turn(index: int) -> tuple[str, bool]:
+        """What ended it, and whether it had run before."""
+        time.sleep(max(index - rows + 1, 0) * ARRIVAL_S)
+        *earlier, last = events(begin(server, clients[index], ENDLESS, f"limited-{index:02}"))
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        return last["meta_info"]["finish_reason"]["message"], bool(earlier)
+
     with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [*prompts[: CLIENTS - len(long_prompts)], *long_prompts]
-        last = list(pool.map(lambda index: live(server, clients[index], f"limited-{index:02}", ENDLESS), range(CLIENTS)))
-    reasons = [event["meta_info"]["finish_reason"] for event in last]
-    assert {reason["type"] for reason in reasons} == {"abort"}
-    assert {reason["message"] for reason in reasons} == {"Request waiting timeout reached.", "Request running timeout reached."}
+        ends = set(pool.map(live_in_turn, range(CLIENTS)))
+    waiting, running = (f"Request {state} timeout reached." for state in ("waiting", "running"))
+    assert ends == {(waiting, False), (waiting, True), (running, True)}
     again = server.generate_all(prompts[:4], NEW_TOKENS, concurrency=2)
     assert [answer["output_ids"] for answer in again] == expected[:4]
     assert_only_the_tree_holds_pages(server)
