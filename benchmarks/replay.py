@@ -136,7 +136,7 @@ class ReplayedDigests:
     def write(self, keys, starts, host_pages, digests) -> None:
         self.digests.write(keys, starts, host_pages, digests)
 
-    def score(self, queries, digests, batch, scale, *of) -> torch.Tensor:
+    def score(self, queries, digests, batch, scale) -> torch.Tensor:
         controls, heads = self.controls, digests.shape[1]
         layer = controls.layer_of(digests)
         if not queries.is_cuda:
@@ -148,7 +148,7 @@ class ReplayedDigests:
         budget, page_size = self.digests.budget, self.digests.page_size
         if isinstance(self.digests, Boxes):
             where = (batch.rows, batch.seq_lens, batch.page_table, budget, page_size)
-            return replay_kernels.score_pages(queries, digests, *where, scale, controls.knobs, layer, *of)
+            return replay_kernels.score_pages(queries, digests, *where, scale, controls.knobs, layer)
         logits = self.digests.score(queries, digests, batch, scale)
         replay_kernels.overwrite_scores(logits, batch.rows, batch.seq_lens, budget, page_size, heads, controls.knobs, layer)
         return logits

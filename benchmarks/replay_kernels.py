@@ -9,7 +9,6 @@ import triton.language as tl
 import replay_load
 from sglang_freekv.kernels import CORRECTED
 from sglang_freekv.kernels.score import PROGRAMS
-from sglang_freekv.kernels.trial import number, on
 
 _GOLDEN, _PACES = tl.constexpr(replay_load.GOLDEN), tl.constexpr(replay_load.PACES)
 _SECOND, _THIRD = tl.constexpr(replay_load.WAVES[1]), tl.constexpr(replay_load.WAVES[2])
@@ -45,7 +44,6 @@ def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, 
         COLUMN=CORRECTED,
         BLOCK_G=block_g,
         BLOCK_D=block_d,
-        PDL=on("pdl") and on("split"),
         num_warps=min(4, max(1, block_g * block_d // 1024)),
     )
     return turned
@@ -74,20 +72,12 @@ def _needs_correction(
     COLUMN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     if row == 0:
         tl.store(p_turned + i_b * H + i_h, row != 0)
         return
-    p_step = p_steps + row * stride_steps + i_h
-    step = tl.load(p_step)
-    on = tl.load(p_knobs)
-    draw = _mix(_key(layer, row) + step.to(tl.uint32) * _GOLDEN)
-    theta = tl.load(p_thetas + (draw >> THETA_SHIFT).to(tl.int32))
     o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     mask = (o_g < G)[:, None] & (o_d < D)[None, :]
     o_head = i_h * G + o_g
@@ -102,42 +92,32 @@ def _needs_correction(
     y /= tl.maximum(tl.sqrt(tl.sum(y * y, 1)), 1e-8)[:, None]
     similarity = tl.sum(tl.sum(x * y, 1), 0) / G
 
+    p_step = p_steps + row * stride_steps + i_h
+    step = tl.load(p_step)
     tl.store(p_step, step + 1)
+    draw = _mix(_key(layer, row) + step.to(tl.uint32) * _GOLDEN)
+    theta = tl.load(p_thetas + (draw >> THETA_SHIFT).to(tl.int32))
     drawn = (_mix(draw + (i_h + 1).to(tl.uint32) * _GOLDEN) >> 8).to(tl.float32) < theta * 16777216.0
-    turned = tl.where(on != 0, drawn, similarity < tau)
+    turned = tl.where(tl.load(p_knobs) != 0, drawn, similarity < tau)
     tl.store(p_turned + i_b * H + i_h, turned)
     tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
 
 
-def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, scale, knobs, layer, turned=None, of=-1, logits=None) -> torch.Tensor:
+def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, scale, knobs, layer) -> torch.Tensor:
     """The product's kernel read for read, but while the replay is on all query heads of a kv head get the page's score."""
     (batch, num_heads, head_dim), num_kv_heads, num_pages = queries.shape, digests.shape[1], page_table.shape[1]
     assert queries.stride(2) == 1 and digests.is_contiguous() and page_table.is_contiguous()
-    if logits is None:
-        logits = torch.empty(batch, num_heads, num_pages, dtype=torch.float32, device=queries.device)
+    logits = torch.empty(batch, num_heads, num_pages, dtype=torch.float32, device=queries.device)
     block_d = triton.next_power_of_2(2 * head_dim)
     block_p = max(16, min(64, 32768 // (block_d * digests.element_size())))
-    if of == 1:
-        block_p = block_p if on("tile64") else block_p // 2
-        units = batch * num_kv_heads
-        _score_turned[(PROGRAMS if on("tile64") else 2 * PROGRAMS,)](
-            queries, digests, rows, seq_lens, page_table, knobs, turned, logits, queries.stride(0), queries.stride(1), num_pages,
-            budget.sink, budget.window, scale, layer, units, H=num_kv_heads, G=num_heads // num_kv_heads,
-            D=head_dim, S=page_size, BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_P=block_p, BLOCK_D=block_d,
-            BLOCK_U=max(32, triton.next_power_of_2(units)), BLOCK_B=triton.next_power_of_2(batch), PDL=on("pdl"), **({"launch_pdl": True} if on("pdl") else {}), num_warps=4, num_stages=1,
-        )  # fmt: skip
-        return logits
-    programs = 264 if of == 0 and on("rest264") else PROGRAMS
-    shares = max(1, min(programs // (batch * num_kv_heads), triton.cdiv(num_pages, block_p)))
-    order = on("order") or of >= 0
-    _score_pages[(num_kv_heads, batch, shares) if order else (shares, num_kv_heads, batch)](
+    shares = max(1, min(PROGRAMS // (batch * num_kv_heads), triton.cdiv(num_pages, block_p)))
+    _score_pages[(shares, num_kv_heads, batch)](
         queries,
         digests,
         rows,
         seq_lens,
         page_table,
         knobs,
-        turned,
         logits,
         queries.stride(0),
         queries.stride(1),
@@ -146,8 +126,6 @@ def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size,
         budget.window,
         scale,
         layer,
-        ORDER=order,
-        PDL=on("pdl") and of == -1,
         H=num_kv_heads,
         G=num_heads // num_kv_heads,
         D=head_dim,
@@ -169,7 +147,6 @@ def _score_pages(
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
     p_knobs,  # [2]: on, speed
-    p_turned,
     p_logits,  # [B, Hq, P]
     stride_b,
     stride_h,
@@ -178,8 +155,6 @@ def _score_pages(
     window,
     scale,
     layer,
-    ORDER: tl.constexpr,
-    PDL: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -188,15 +163,7 @@ def _score_pages(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if ORDER:
-        i_h, i_b, i_n, n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
-    else:
-        i_n, i_h, i_b, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(0)
-    if p_turned is not None:
-        if tl.load(p_turned + i_b * H + i_h).to(tl.int32) != 0:
-            return
+    i_n, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     step = tl.load(p_seq_lens + i_b).to(tl.int32)
     row = tl.load(p_rows + i_b).to(tl.int64)
     end = tl.where(row != 0, tl.minimum((step + S) // S - window, P), 0)
@@ -218,62 +185,16 @@ def _score_pages(
     p_table = p_page_table + i_b * P
     p_out = p_logits + (i_b * (H * G) + o_head[:, None]) * P
     b_page = tl.load(p_table + first + o_t, mask=first + o_t < end, other=0)
-    for start in range(first, end, n * BLOCK_P):
+    for start in range(first, end, tl.num_programs(0) * BLOCK_P):
         o_p = start + o_t
         unit = (tl.maximum(b_page, 0).to(tl.int64) * H + i_h) * (2 * D)
         m_p = o_p < end
         b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
-        o_next = o_p + n * BLOCK_P
+        o_next = o_p + tl.num_programs(0) * BLOCK_P
         b_page = tl.load(p_table + o_next, mask=o_next < end, other=0)
         b_score = _waves(key, o_p, step, speed)
         b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee") * scale
         tl.store(p_out + o_p[None, :], tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _score_turned(
-    p_queries, p_digests, p_rows, p_seq_lens, p_page_table, p_knobs, p_turned, p_logits, stride_b, stride_h, P, sink, window, scale, layer,
-    units, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    o_u = tl.arange(0, BLOCK_U)
-    b_turned = (tl.load(p_turned + o_u, mask=o_u < units, other=0).to(tl.int32) != 0).to(tl.int32)
-    o_b = tl.arange(0, BLOCK_B)
-    longest = tl.max(tl.load(p_seq_lens + o_b, mask=o_b < units // H, other=0).to(tl.int32), 0)
-    tiles = tl.cdiv(tl.maximum(tl.minimum((longest + S) // S - window, P) - sink, 0), BLOCK_P)
-    replayed = tl.load(p_knobs) != 0
-    speed = tl.load(p_knobs + 1).to(tl.uint32)
-    b_rank = tl.cumsum(b_turned, 0) * b_turned
-    count = tl.sum(b_turned, 0)
-    o_t, o_g, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    m_g, m_d = o_g < G, o_d < 2 * D
-    for item in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
-        unit_of_list = tl.sum(tl.where(b_rank == item % count + 1, o_u, 0), 0)
-        i_b, i_h = (unit_of_list // H).to(tl.int64), unit_of_list % H
-        o_p = sink + item // count * BLOCK_P + o_t
-        b_page = tl.load(p_page_table + i_b * P + o_p, mask=o_p < P, other=0)
-        step = tl.load(p_seq_lens + i_b).to(tl.int32)
-        row = tl.load(p_rows + i_b).to(tl.int64)
-        o_head = i_h * G + o_g
-        b_q = tl.load(
-            p_queries + i_b * stride_b + o_head[:, None] * stride_h + (o_d % D)[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
-        ).to(tl.float32)
-        b_q = tl.where((o_d < D)[None, :], tl.maximum(b_q, 0.0), tl.minimum(b_q, 0.0))
-        b_q = b_q.to(p_digests.dtype.element_ty)
-        end = tl.minimum((step + S) // S - window, P)
-        if sink + item // count * BLOCK_P < end:
-            unit = (tl.maximum(b_page, 0).to(tl.int64) * H + i_h) * (2 * D)
-            m_p = o_p < end
-            b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)
-            key = _mix(_key(layer, row) + (i_h + 1).to(tl.uint32) * _GOLDEN)
-            b_score = _waves(key, o_p, step, speed)
-            b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee") * scale
-            p_out = p_logits + (i_b * (H * G) + o_head[:, None]) * P
-            tl.store(p_out + o_p[None, :], tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
 
 
 def overwrite_scores(logits, rows, seq_lens, budget, page_size, num_kv_heads, knobs, layer) -> None:

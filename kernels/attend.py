@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.trial import number, on
 
-PROGRAMS = 464
+PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
 PROGRAMS_OF_THE_REST = 1056  # where most have nothing to do, the others should not take long
 MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8  # of one kv head: the merge holds all; a fifth of the selected pages is a few tiles
 
@@ -23,8 +22,7 @@ def attend_pages(
     seq_lens: torch.Tensor,
     reads: Reads,
     scale: float,
-    parts: tuple[torch.Tensor, torch.Tensor] | None = None,
-    call: str = "all",
+    begun: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens), and one to merge the shares.
 
@@ -38,19 +36,17 @@ def attend_pages(
     block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
     splits, splits_of_the_rest = (
         max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t), most))
-        for programs, most in ((number("att", PROGRAMS), MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST))
+        for programs, most in ((PROGRAMS, MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST))
     )
     stride = splits if present is None else splits + splits_of_the_rest
-    if parts is not None:
-        partial, weights = parts
+    if begun is not None:
+        partial, weights = begun
     elif stride == 1:
         partial, weights = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device), None
     else:
         partial = torch.empty(batch, num_heads, stride, head_dim, dtype=torch.float32, device=queries.device)
         weights = torch.empty(batch, num_heads, stride, dtype=torch.float32, device=queries.device)
-    if call == "allocate":
-        return partial, weights
-    if call != "merge": _attend_pages[(batch, num_kv_heads, splits if call != "rest" else splits_of_the_rest)](
+    _attend_pages[(batch, num_kv_heads, splits if begun is None else splits_of_the_rest)](
         queries,
         keys,
         values,
@@ -63,9 +59,7 @@ def attend_pages(
         width,
         stride,
         scale * math.log2(math.e),
-        PDL=on("pdl") and (call == "rest" or on("mainpath")),
-        **({"launch_pdl": True} if on("pdl") and (call == "rest" or on("mainpath")) else {}),
-        REST=call == "rest",
+        REST=begun is not None,
         H=num_kv_heads,
         G=group,
         D=head_dim,
@@ -79,8 +73,8 @@ def attend_pages(
     )
     if weights is None:
         return partial
-    if call in ("first", "rest"):
-        return None
+    if present is not None and begun is None:
+        return partial, weights
     output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
     block_n = triton.next_power_of_2(stride)
     _merge_splits[(num_heads, batch)](
@@ -88,8 +82,6 @@ def attend_pages(
         weights,
         output,
         stride,
-        PDL=on("pdl"),
-        **({"launch_pdl": True} if on("pdl") else {}),
         D=head_dim,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
@@ -114,7 +106,6 @@ def _attend_pages(
     A,
     N,
     scale,
-    PDL: tl.constexpr,
     REST: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -125,15 +116,11 @@ def _attend_pages(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     present = A
     if p_present is not None:
         present = tl.load(p_present + i_b * H + i_h).to(tl.int32)
     if REST & (present >= A):
-        o_g = tl.arange(0, BLOCK_G)
-        tl.store(p_weights + (i_b * (H * G) + i_h * G + o_g) * N + N - splits + i_n, float("-inf"), mask=o_g < G)
         return
     o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < G, o_d < D
@@ -154,7 +141,6 @@ def _attend_pages(
     first = begin + i_n * share
     last = tl.minimum(first + share, end)
     if REST & (first >= end):
-        tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
         return
 
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -186,6 +172,10 @@ def _attend_pages(
     tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
     if p_weights is not None:
         tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
+        if (not REST) & (i_n == 0):  # of the second call, until it comes
+            o_n = splits + tl.arange(0, BLOCK_REST)
+            o_rest = (i_b * (H * G) + o_head[:, None]) * N + o_n[None, :]
+            tl.store(p_weights + o_rest, float("-inf"), mask=m_g[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit
@@ -202,13 +192,10 @@ def _merge_splits(
     p_weights,  # [B, Hq, N], logarithms to base 2
     p_output,  # [B, Hq, D]
     N,
-    PDL: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_weight = tl.load(p_weights + i_head * N + o_n, mask=o_n < N, other=float("-inf"))

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from sglang_freekv.config import MOST_SLOTS, PageBudget
 from sglang_freekv.kernels.misses import Misses
-from sglang_freekv.kernels.trial import number, on
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
@@ -96,8 +95,6 @@ def _launch(
         REST=reads is None,
         HITS=HITS,
         RECALLED=RECALLED,
-        PDL=on("pdl"),
-        **({"launch_pdl": True} if on("pdl") and reads is not None else {}),
         A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
         **compiled,
     )
@@ -148,12 +145,7 @@ def _plan_pages(
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
     A_PART: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if not REST:
-            tl.extra.cuda.gdc_launch_dependents()
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     turned = tl.load(p_turned + i_b * H + i_h).to(tl.int32)

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.misses import Misses
-from sglang_freekv.kernels.trial import number, on
 from sglang_freekv.kernels.stage import READ_BYTES
 
 
@@ -43,8 +42,6 @@ def recall_pages(
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         PREFETCH=prefetch and block_s * block_d <= 8192,  # the registers hold two units of 64 KiB
-        PDL=on("pdl") and programs == 64,
-        **({"launch_pdl": True} if on("pdl") and programs == 64 else {}),
         num_warps=8,
     )
 
@@ -72,10 +69,7 @@ def _recall_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     o_t, o_d = tl.arange(0, UNITS * BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     o_s = o_t % BLOCK_S
     m_unit = (o_s < S) & (o_d < D)

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.reference import Pooling
-from sglang_freekv.kernels.trial import number, on
 
 # Weights are ordered as integers, none of them below LIGHTEST; EXCLUDED takes no part in a choice.
 EXCLUDED = tl.constexpr(-(2**31))
@@ -41,7 +40,7 @@ def compiled_for(
         "P_MANY": min(block, BLOCKS[1]),
         "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
         "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
-        "num_warps": 4 if block <= 1024 else number("plan", 8) if block <= 8192 else 16 if block <= 16384 else 32,
+        "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
         "maxnreg": 64 if block > 16384 else None,  # all there are for 32 warps; the compiler left to itself takes fewer
     }
 

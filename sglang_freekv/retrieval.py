@@ -17,9 +17,8 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import Misses, Reads
-from sglang_freekv.kernels.trial import on
 from sglang_freekv.memory_pool.store import Store
-from sglang_freekv.memory_pool.transfer import Handle, TransferStream, make_stream
+from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 from sglang_freekv.policy import Policy
 
 CORRECTING_PROGRAMS = 64  # of a recall that the computation waits for: the larger share of the link
@@ -32,7 +31,7 @@ def programs_ahead(requests: int) -> int:
 
 def plans_early(requests: int) -> bool:
     """Whether the next step is planned before this one's attention. Of few kv heads often none turned: then attention need not wait."""
-    return requests > 2 and not on("split")
+    return requests > 2
 
 
 class ExtendAttention(Protocol):
@@ -90,13 +89,11 @@ class Retrieval:
         self.config, self.policy, self.store = config, policy, store
         self.selection, self.appends, self.transfers = selection, appends, transfers
         self.recall, self.extend_attention = recall, extend_attention
-        self.nexts = appends if on("nextsonappends") else make_stream(store.cache.layers[0].keys.device)
         self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.settled: Handle | None = None  # of all passes but the last, if that is a graph and fills no page
         self.scheduled: Scheduled | None = None  # for the next pass
-        self.gap = torch.zeros(1, device=device)
         self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
@@ -119,6 +116,9 @@ class Retrieval:
         self.settled = None
         self.complete_transfers(layer)
 
+        def score() -> None:
+            logits.append(policy.digests.score(queries, digests, batch, scale))
+
         def append() -> None:
             starts, filled = kernels.append_tokens(
                 keys, values, rows, seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
@@ -126,41 +126,9 @@ class Retrieval:
             policy.digests.write(cache.token_rows[0], starts, filled, digests)
             self._offload(layer, *cache.token_rows, starts, filled)
 
-        def chain(work) -> Handle:
-            if on("mainpath"):
-                work()
-                return self.selection.mark()
-            return self.selection.submit(work)
-
-        split = on("split") and len(rows) > (0 if on("always") else 2)
-        beside = on("beside")
-        if split:
-            appended = self.appends.submit(append)
-            all_logits = torch.empty(*queries.shape[:2], batch.page_table.shape[1], dtype=torch.float32, device=queries.device)
-
-            def score_rest() -> None:
-                of = (None, -1) if on("free") else (turned, 0)
-                policy.digests.score(queries, digests, batch, scale, *of, rest_logits)
-
-            rest_logits = torch.empty_like(all_logits) if on("free") else all_logits
-            if on("free"):
-                turned = None
-                self.nexts.submit(score_rest)
-            turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
-            logits.append(all_logits)
-            scored = chain(lambda: policy.digests.score(queries, digests, batch, scale, turned, 1, all_logits))
-        else:
-            appended = self.appends.submit(append) if on("mainpath") else None
-            flags = []
-            if on("mainpath"):
-                tested = self.selection.submit(lambda: flags.append(policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)))
-            chain(lambda: logits.append(policy.digests.score(queries, digests, batch, scale)))
-            if on("mainpath"):
-                tested.wait()
-                turned = flags.pop()
-            else:
-                appended = self.appends.submit(append)
-                turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
+        self.selection.submit(score)
+        appended = self.appends.submit(append)
+        turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
         reads = Reads.allocate(*turned.shape, self.cache.num_attended, turned.device)
 
         def plan() -> None:
@@ -168,56 +136,28 @@ class Retrieval:
 
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
-            if beside:
-                kernels.attend_pages(*attended, parts, "rest")
 
         def verify() -> None:
             self._verify(layer, self.corrected)
 
         def plan_rest() -> None:
-            self._plan_rest(layer, logits[0], batch, turned)
+            self._plan_rest(layer, logits.pop(), batch, turned)
             self.in_flight[layer].append(self.transfers.submit(recall_ahead))
 
         def recall_ahead() -> None:
             self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
             self._verify(layer, self.ahead[layer])
 
-        attended = queries, cache.keys, cache.values, seq_lens, reads, scale
-        parts = kernels.attend_pages(*attended, None, "allocate")
-        planned = chain(plan)
-        if split:
-            if not on("free"):
-                self.nexts.submit(score_rest, behind=[scored])
-            if not on("late"):
-                ahead = self.nexts.submit(lambda: self._plan_rest(layer, rest_logits, batch, turned), behind=[planned])
+        planned = self.selection.submit(plan)
         corrected = self.selection.submit(correct)
         if self.canary is not None:
             self.selection.submit(verify)  # not sooner: the computation waits for the correction
         appended.wait()
         planned.wait()
-        kernels.attend_pages(*attended, parts, "first")
-        if split and on("late"):
-            ahead = self.nexts.submit(lambda: self._plan_rest(layer, rest_logits, batch, turned))
-        if not beside:
-            corrected.wait()
-            kernels.attend_pages(*attended, parts, "rest")
-            output = kernels.attend_pages(*attended, parts, "merge")
-        else:
-            corrected.wait()
-            output = kernels.attend_pages(*attended, parts, "merge")
-        if split:
-            self.in_flight[layer].append(ahead)
-            ahead_of = ahead
-
-            def recall_behind() -> None:
-                ahead_of.wait()
-                if on("gap"):
-                    self.gap.zero_()
-                recall_ahead()
-
-            self.in_flight[layer].append(self.transfers.submit(recall_behind))
-        else:
-            self.in_flight[layer].append(self.selection.submit(plan_rest))
+        begun = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale)
+        corrected.wait()
+        output = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale, begun)
+        self.in_flight[layer].append(self.selection.submit(plan_rest))
         return output
 
     def prepare_replay(self, fills_page: bool) -> None:
