@@ -18,7 +18,7 @@ from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
-WAITING_S, RUNNING_S, ARRIVAL_S = 1, 8, 0.5
+WAITING_S, RUNNING_S, ARRIVAL_S = 1, 10, 0.75
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # how often SGLang asks whether the client of a whole answer is still there
@@ -27,7 +27,8 @@ RETRACTING = {"SGLANG_TEST_RETRACT": "1"}  # a request in every third decode ste
 LIMITED = {
     "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_S),
     "SGLANG_REQ_RUNNING_TIMEOUT": str(RUNNING_S),
-    "SGLANG_TEST_RETRACT_INTERVAL": "60",  # a row changes hands less often than requests may wait, and before they may run no longer
+    # A row changes hands less often than requests may wait, and while clients still arrive: if 90 steps take between 1 and 9 s.
+    "SGLANG_TEST_RETRACT_INTERVAL": "90",
 }
 SERVERS = {  # name -> budget, tau, rows, environment
     "speculative": (128, 0.9, CLIENTS, {}),
