@@ -110,19 +110,22 @@ def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
     """At once, or in two calls, where of those kv heads that turned a share of the list is not there at first."""
     case, scale = inputs.case, inputs.case.head_dim**-0.5
 
-    def run(kernel, layer, queries, keys, values):
-        if not in_two:
-            return kernel(queries, keys, values, inputs.seq_lens, layer.reads._replace(present=None), scale)
+    def run(module, layer, queries, keys, values):
         arguments = queries, keys, values, inputs.seq_lens, layer.reads, scale
-        return kernel(*arguments, kernel(*arguments))
+        if not in_two:
+            return module.attend_pages(*arguments)
+        shares = module.allocate_shares(queries, keys, layer.reads)
+        module.attend_present(*arguments, shares)
+        module.attend_rest(*arguments, shares)
+        return module.merge_shares(*shares, queries.dtype)
 
     layer = inputs.layers[0]
-    exact = run(reference.attend_pages, layer, layer.queries.float(), layer.keys.float(), layer.values.float())
-    low, got = (run(module.attend_pages, layer, layer.queries, layer.keys, layer.values) for module in (reference, kernels))
+    exact = run(reference, layer, layer.queries.float(), layer.keys.float(), layer.values.float())
+    low, got = (run(module, layer, layer.queries, layer.keys, layer.values) for module in (reference, kernels))
     error, allowed = relative(got, exact), 2 * relative(low, exact) + 1e-3
     assert error < allowed, f"relative error {error:.2g}, of PyTorch in bfloat16 {relative(low, exact):.2g}"
     num_bytes = case.batch * case.kv_heads * case.budget.total * case.unit_bytes
-    launches = per_layer(inputs, lambda layer: run(kernels.attend_pages, layer, layer.queries, layer.keys, layer.values))
+    launches = per_layer(inputs, lambda layer: run(kernels, layer, layer.queries, layer.keys, layer.values))
     return Trial(launches, num_bytes, error=error)
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 import replay_load
 from sglang_freekv.kernels import CORRECTED
+from sglang_freekv.kernels.follow import can_follow, let_next_in
 from sglang_freekv.kernels.score import PROGRAMS
 
 _GOLDEN, _PACES = tl.constexpr(replay_load.GOLDEN), tl.constexpr(replay_load.PACES)
@@ -133,6 +134,7 @@ def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size,
         BLOCK_G=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_P=block_p,
         BLOCK_D=block_d,
+        FOLLOWED=can_follow(queries.device),
         num_warps=4,
         num_stages=2,
     )
@@ -162,7 +164,9 @@ def _score_pages(
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):
+    let_next_in(FOLLOWED)
     i_n, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     step = tl.load(p_seq_lens + i_b).to(tl.int32)
     row = tl.load(p_rows + i_b).to(tl.int64)

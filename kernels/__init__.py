@@ -10,12 +10,16 @@ else:
     from sglang_freekv.kernels.reads import Reads
     from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box, Pooling
 
+    allocate_shares = by_device("attend", "allocate_shares")
     append_tokens = by_device("append", "append_tokens")
     attend_pages = by_device("attend", "attend_pages")
+    attend_present = by_device("attend", "attend_present")
+    attend_rest = by_device("attend", "attend_rest")
     checksum_pages = by_device("checksum", "checksum_pages")
     digest_pages = by_device("digest", "digest_pages")
     digest_two_bit = by_device("two_bit", "digest_two_bit")
     fill_pages = by_device("fill", "fill_pages")
+    merge_shares = by_device("attend", "merge_shares")
     needs_correction = by_device("correction", "needs_correction")
     offload_pages = by_device("offload", "offload_pages")
     plan_pages = by_device("plan", "plan_pages")
@@ -36,12 +40,16 @@ else:
         "Pooling",
         "RECALLED",
         "Reads",
+        "allocate_shares",
         "append_tokens",
         "attend_pages",
+        "attend_present",
+        "attend_rest",
         "checksum_pages",
         "digest_pages",
         "digest_two_bit",
         "fill_pages",
+        "merge_shares",
         "needs_correction",
         "offload_pages",
         "plan_pages",

@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.follow import await_previous, following
 from sglang_freekv.kernels.reads import Reads
+from sglang_freekv.kernels.shares import Shares
 
 PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
 PROGRAMS_OF_THE_REST = 1056  # where most have nothing to do, the others should not take long
@@ -16,78 +18,111 @@ MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8  # of one kv head: the merge holds 
 
 
 def attend_pages(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seq_lens: torch.Tensor,
-    reads: Reads,
-    scale: float,
-    begun: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float
+) -> torch.Tensor:
     """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens), and one to merge the shares.
 
-    Both calls of two take what is theirs of every kv head; the second merges all, and its programs that have nothing to attend to end
-    at once. ``queries`` may be a view of wider rows.
+    ``queries`` may be a view of wider rows.
     """
-    (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
-    group, width, present = num_heads // num_kv_heads, reads.slots.shape[2], reads.present
-    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.slots, reads.pages))
-    block_d = triton.next_power_of_2(head_dim)
-    block_t = max(16, min(64, 16384 // (block_d * keys.element_size())))
-    splits, splits_of_the_rest = (
-        max(1, min(programs // (batch * num_kv_heads), triton.cdiv(width * page_size, block_t), most))
-        for programs, most in ((PROGRAMS, MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST))
+    (splits, _), reads = _splits(queries, keys, reads), reads._replace(present=None)
+    if splits > 1:
+        shares = _empty_shares(queries, splits)
+        _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits)
+        return merge_shares(*shares, queries.dtype)
+    output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    _launch(queries, keys, values, seq_lens, reads, scale, output, None, splits)
+    return output
+
+
+def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> Shares:
+    """As :func:`reference.allocate_shares`."""
+    return _empty_shares(queries, sum(_splits(queries, keys, reads)))
+
+
+def attend_present(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
+) -> None:
+    """As :func:`reference.attend_present`, of every kv head that many of its pages."""
+    splits, _ = _splits(queries, keys, reads)
+    _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits)
+
+
+def attend_rest(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
+) -> None:
+    """As :func:`reference.attend_rest`; programs that have nothing to attend to end at once."""
+    _, splits = _splits(queries, keys, reads)
+    _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits, rest=True)
+
+
+def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As :func:`reference.merge_shares`; one program for each (request, query head)."""
+    batch, num_heads, num_shares, head_dim = outputs.shape
+    output = torch.empty(batch, num_heads, head_dim, dtype=dtype, device=outputs.device)
+    block_n = triton.next_power_of_2(num_shares)
+    _merge_shares[(num_heads, batch)](
+        outputs,
+        weights,
+        output,
+        num_shares,
+        D=head_dim,
+        BLOCK_N=block_n,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=max(1, block_n // 32),
+        **following(output.device),
     )
-    stride = splits if present is None else splits + splits_of_the_rest
-    if begun is not None:
-        partial, weights = begun
-    elif stride == 1:
-        partial, weights = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device), None
-    else:
-        partial = torch.empty(batch, num_heads, stride, head_dim, dtype=torch.float32, device=queries.device)
-        weights = torch.empty(batch, num_heads, stride, dtype=torch.float32, device=queries.device)
-    _attend_pages[(batch, num_kv_heads, splits if begun is None else splits_of_the_rest)](
+    return output
+
+
+def _block_t(keys: torch.Tensor) -> int:
+    """Tokens of a tile."""
+    return max(16, min(64, 16384 // (triton.next_power_of_2(keys.shape[3]) * keys.element_size())))
+
+
+def _splits(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> tuple[int, int]:
+    """Programs for each (request, kv head), of what is present and of the rest."""
+    (_, page_size, num_kv_heads, _), width = keys.shape, reads.slots.shape[2]
+    tiles, units = triton.cdiv(width * page_size, _block_t(keys)), len(queries) * num_kv_heads
+    limits = (PROGRAMS, MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST)
+    present, rest = (max(1, min(programs // units, tiles, most)) for programs, most in limits)
+    return present, rest
+
+
+def _empty_shares(queries: torch.Tensor, number: int) -> Shares:
+    batch, num_heads, head_dim = queries.shape
+    outputs = torch.empty(batch, num_heads, number, head_dim, dtype=torch.float32, device=queries.device)
+    return Shares(outputs, torch.empty(batch, num_heads, number, dtype=torch.float32, device=queries.device))
+
+
+def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, splits, rest=False) -> None:
+    (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
+    group = num_heads // num_kv_heads
+    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.slots, reads.pages))
+    _attend_pages[(batch, num_kv_heads, splits)](
         queries,
         keys,
         values,
         seq_lens,
         *reads,
-        partial,
+        outputs,
         weights,
         queries.stride(0),
         queries.stride(1),
-        width,
-        stride,
+        reads.slots.shape[2],
+        1 if weights is None else weights.shape[2],
         scale * math.log2(math.e),
-        REST=begun is not None,
+        REST=rest,
         H=num_kv_heads,
         G=group,
         D=head_dim,
         S=page_size,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_T=block_t,
-        BLOCK_D=block_d,
-        BLOCK_REST=triton.next_power_of_2(MOST_SPLITS_OF_THE_REST),
+        BLOCK_T=_block_t(keys),
+        BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4,
         num_stages=3,
+        **(following(keys.device) if rest else {"FOLLOWS": False}),  # right before the others comes nothing that they wait for
     )
-    if weights is None:
-        return partial
-    if present is not None and begun is None:
-        return partial, weights
-    output = torch.empty(batch, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
-    block_n = triton.next_power_of_2(stride)
-    _merge_splits[(num_heads, batch)](
-        partial,
-        weights,
-        output,
-        stride,
-        D=head_dim,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        num_warps=max(1, block_n // 32),
-    )
-    return output
 
 
 @triton.jit
@@ -114,13 +149,16 @@ def _attend_pages(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
+    await_previous(FOLLOWS)
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     present = A
     if p_present is not None:
         present = tl.load(p_present + i_b * H + i_h).to(tl.int32)
     if REST & (present >= A):
+        o_g = tl.arange(0, BLOCK_G)
+        tl.store(p_weights + (i_b * (H * G) + i_h * G + o_g) * N + N - splits + i_n, float("-inf"), mask=o_g < G)
         return
     o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < G, o_d < D
@@ -141,6 +179,7 @@ def _attend_pages(
     first = begin + i_n * share
     last = tl.minimum(first + share, end)
     if REST & (first >= end):
+        tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
         return
 
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
@@ -172,10 +211,6 @@ def _attend_pages(
     tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
     if p_weights is not None:
         tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
-        if (not REST) & (i_n == 0):  # of the second call, until it comes
-            o_n = splits + tl.arange(0, BLOCK_REST)
-            o_rest = (i_b * (H * G) + o_head[:, None]) * N + o_n[None, :]
-            tl.store(p_weights + o_rest, float("-inf"), mask=m_g[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit
@@ -187,7 +222,7 @@ def _locate(p_slots, p_pages, o_token, last, seq_len, S: tl.constexpr):
 
 
 @triton.jit
-def _merge_splits(
+def _merge_shares(
     p_partial,  # [B, Hq, N, D]
     p_weights,  # [B, Hq, N], logarithms to base 2
     p_output,  # [B, Hq, D]
@@ -195,7 +230,9 @@ def _merge_splits(
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
+    await_previous(FOLLOWS)
     i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_weight = tl.load(p_weights + i_head * N + o_n, mask=o_n < N, other=float("-inf"))

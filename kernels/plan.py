@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import MOST_SLOTS, PageBudget
+from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
@@ -97,6 +98,7 @@ def _launch(
         RECALLED=RECALLED,
         A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
         **compiled,
+        **({"FOLLOWS": False} if reads is None else following(logits.device)),
     )
 
 
@@ -145,7 +147,10 @@ def _plan_pages(
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
     A_PART: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
+    await_previous(FOLLOWS)
+    let_next_in(FOLLOWS)
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     turned = tl.load(p_turned + i_b * H + i_h).to(tl.int32)

@@ -9,7 +9,14 @@ Layouts (paper section 4.2): the device cache is NHD, ``[R * C, S, H, D]`` for k
 Row 0 is padding: requests of that row are passed over, and their attention output is zero.
 """
 
-from sglang_freekv.kernels.reference_attention import attend_pages, extend_attention
+from sglang_freekv.kernels.reference_attention import (
+    allocate_shares,
+    attend_pages,
+    attend_present,
+    attend_rest,
+    extend_attention,
+    merge_shares,
+)
 from sglang_freekv.kernels.reference_checksums import SPREAD, checksum_pages, verify_units
 from sglang_freekv.kernels.reference_digests import Box, digest_pages, digest_two_bit, score_pages, score_two_bit
 from sglang_freekv.kernels.reference_movers import append_tokens, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_pages
@@ -26,8 +33,11 @@ from sglang_freekv.kernels.reference_plan import (
 )
 
 __all__ = [
+    "allocate_shares",
     "append_tokens",
     "attend_pages",
+    "attend_present",
+    "attend_rest",
     "Box",
     "checksum_pages",
     "CORRECTED",
@@ -36,6 +46,7 @@ __all__ = [
     "extend_attention",
     "fill_pages",
     "HITS",
+    "merge_shares",
     "needs_correction",
     "offload_pages",
     "plan_pages",

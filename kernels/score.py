@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels.follow import can_follow, let_next_in
 
 PROGRAMS = 396  # three for each SM of an H100 or H200, all at once: what is launched beside it does not wait for its turn
 
@@ -52,6 +53,7 @@ def score_pages(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_P=block_p,
         BLOCK_D=block_d,
+        FOLLOWED=can_follow(queries.device),
         num_warps=4,
         num_stages=2,
     )
@@ -79,7 +81,9 @@ def _score_pages(
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ):
+    let_next_in(FOLLOWED)
     i_n, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     tokens = tl.load(p_seq_lens + i_b).to(tl.int32) + 1
     row = tl.load(p_rows + i_b)

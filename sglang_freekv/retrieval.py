@@ -2,8 +2,8 @@
 
 One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads
 whose query is not like the last one, and the next step of the others. Beside that append the new token, and offload the page that it fills.
-Then attend to what is there, beside the correction's recall, and behind it to the rest. Behind the attention plan what is left of the next
-step; the transfer stream recalls what that wants beside the next layer.
+Then attend to what is there; beside that the correction's recall, and behind it the attention to the rest, to be merged. Behind the attention
+plan what is left of the next step; the transfer stream recalls what that wants beside the next layer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Retrieval:
         config: budget, sink and window.
         policy: digests and their scores, pooling, correction.
         store: host pool, digests and device cache.
-        selection: the stream of scores, plans and corrections' recall.
+        selection: the stream of scores, plans, corrections' recall and the attention to what it brings.
         appends: the stream of new tokens, and of the digest and the offload of a page that one fills.
         transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
         recall: how missing pages come.
@@ -130,12 +130,14 @@ class Retrieval:
         appended = self.appends.submit(append)
         turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
         reads = Reads.allocate(*turned.shape, self.cache.num_attended, turned.device)
+        attended, shares = (queries, cache.keys, cache.values, seq_lens, reads, scale), kernels.allocate_shares(queries, cache.keys, reads)
 
         def plan() -> None:
             self._plan(layer, logits[0], batch, turned, reads)
 
         def correct() -> None:
             self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
+            kernels.attend_rest(*attended, shares)
 
         def verify() -> None:
             self._verify(layer, self.corrected)
@@ -154,9 +156,9 @@ class Retrieval:
             self.selection.submit(verify)  # not sooner: the computation waits for the correction
         appended.wait()
         planned.wait()
-        begun = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale)
+        kernels.attend_present(*attended, shares)
         corrected.wait()
-        output = kernels.attend_pages(queries, cache.keys, cache.values, seq_lens, reads, scale, begun)
+        output = kernels.merge_shares(*shares, queries.dtype)
         self.in_flight[layer].append(self.selection.submit(plan_rest))
         return output
 

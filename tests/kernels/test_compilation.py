@@ -42,3 +42,51 @@ def test_two_bit_kernels_compile_and_fit_a_small_gpu(dtype, D, G, S):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) <= 99 * 1024
+
+
+FOLLOW = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_freekv.kernels import attend, plan, recall
+
+WIDE = {"p_rows", "p_seq_lens", "p_counts"}
+TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output"}
+FOUR = {"p_logits", "p_weights", "p_partial"}
+NUMBERS = {
+    "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "EARLY": True,
+    "HITS": 0, "RECALLED": 1, "SINK": 16, "SELECTED": 32, "WINDOW": 16, "G_BLOCK": 4, "POOLING": "softmax-mean", "C": 64, "A": 64,
+    "P_BLOCK": 4096, "P_FEW": 1024, "P_MANY": 4096, "C_BLOCK": 64, "A_BLOCK": 64, "A_PART": 64, "UNITS": 1, "BLOCK_S": 32,
+    "PREFETCH": True,
+}
+
+def first_accesses(name, kernel, **more):
+    numbers = NUMBERS | more
+    constants = {p.name: numbers[p.name] for p in kernel.params if p.is_constexpr}
+    kinds = {p.name: "i32" for p in kernel.params} | {"scale": "fp32"}
+    for each in kinds:
+        if each.startswith("p_"):
+            kinds[each] = "*i64" if each in WIDE else "*bf16" if each in TWO_BYTES else "*fp32" if each in FOUR else "*i32"
+    signature = {p.name: kinds[p.name] for p in kernel.params} | dict.fromkeys(constants, "constexpr")
+    ptx = triton.compile(ASTSource(kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    found = re.findall(r"griddepcontrol.wait|(?:ld|st|atom|red|cp.async)[a-z0-9.]*[.]global", ptx)
+    print(name, found[0], len(found))
+
+first_accesses("plan", plan._plan_pages, REST=False)
+first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64)
+first_accesses("rest", attend._attend_pages, REST=True)
+first_accesses("merge", attend._merge_shares)
+first_accesses("control", attend._merge_shares, FOLLOWS=False)
+"""
+
+
+def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
+    """In the machine's code: a compiler that moved a load to the front would have it read what is not there yet."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-P", "-c", FOLLOW], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = {name: access for name, access, _ in map(str.split, done.stdout.splitlines())}
+    control = first.pop("control")
+    assert set(first) == {"plan", "recall", "rest", "merge"} and set(first.values()) == {"griddepcontrol.wait"}
+    assert control.startswith("ld.global"), "the control does not wait"

@@ -270,12 +270,25 @@ def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(pro
     for b, h in waits.nonzero().tolist():
         coming[reads.slots[b, h, present[b, h] : listed[b, h]].long(), h] = True
     not_yet = [tensor.masked_fill(coming[:, None, :, None], torch.nan) for tensor in (keys, values)]
-    where = lens, reads._replace(present=present), scale
-    for attend_pages in (attend.attend_pages, reference.attend_pages):
-        begun = attend_pages(queries, *not_yet, *where)
-        torch.testing.assert_close(attend_pages(queries, keys, values, *where, begun), whole, rtol=1e-5, atol=1e-5)
-    begun = attend.attend_pages(queries, *not_yet, *where)
-    lost = attend.attend_pages(queries, *not_yet, *where, begun).unflatten(1, (3, -1)).isnan().any(-1).any(-1)
+    reads = reads._replace(present=present)
+
+    def in_parts(module, first, rest) -> torch.Tensor:
+        """Both parts in both orders: none waits for the other."""
+        outputs = []
+        for present_first in (True, False):
+            shares = module.allocate_shares(queries, keys, reads)
+            for tensor in shares:
+                tensor.fill_(torch.nan)
+            calls = [(module.attend_present, first), (module.attend_rest, rest)]
+            for attend_part, cache in calls if present_first else calls[::-1]:
+                attend_part(queries, *cache, lens, reads, scale, shares)
+            outputs.append(module.merge_shares(*shares, queries.dtype))
+        assert torch.equal(*(output.nan_to_num(7) for output in outputs))
+        return outputs[0]
+
+    for module in (attend, reference):
+        torch.testing.assert_close(in_parts(module, not_yet, (keys, values)), whole, rtol=1e-5, atol=1e-5)
+    lost = in_parts(attend, not_yet, not_yet).unflatten(1, (3, -1)).isnan().any(-1).any(-1)
     assert lost.any() and not (lost & ~waits).any(), "what never came is not hidden, nor anybody else's"
 
 

@@ -1,0 +1,102 @@
+"""Kernels that take their place while the one before still runs: what it has yet to write they wait for."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels import Misses, Reads, attend, plan, recall, score
+from sglang_freekv.kernels.follow import can_follow
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a GPU that knows dependent launches, from Hopper on"
+)
+
+H, G, D, S, PAGES, REQUESTS, RUNS = 8, 4, 128, 32, 4096, 8, 20
+BUDGET = PageBudget(sink=16, selected=32, window=16)
+SLOTS = BUDGET.sink + BUDGET.selected + BUDGET.window
+
+
+@triton.jit
+def passes_on(FOLLOWS: tl.constexpr):
+    pass
+
+
+class Correction:
+    """Score, plan, recall, the attention to what came and the merge of requests all of whose kv heads turned, one behind the other.
+
+    The host pool is on the device, for nothing here asks for a link.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.rows = torch.arange(1, REQUESTS + 1, device="cuda")
+        self.lens = torch.full((REQUESTS,), PAGES * S - 5, device="cuda")
+        self.queries = torch.randn(REQUESTS, H * G, D, dtype=torch.bfloat16, device="cuda")
+        self.table = torch.stack([torch.randperm(PAGES, device="cuda") for _ in range(REQUESTS)]).int()
+        self.digests = torch.randn(PAGES, H, 2, D, dtype=torch.bfloat16, device="cuda")
+        self.host = torch.randn(PAGES, H, 2, S, D, dtype=torch.bfloat16, device="cuda")
+        self.turned = torch.ones(REQUESTS, H, dtype=torch.bool, device="cuda")
+        self.counts = torch.zeros(REQUESTS + 1, 3, dtype=torch.int64, device="cuda")
+
+    def run(self, between=lambda: None) -> list[torch.Tensor]:
+        """What the kernels leave, with ``between`` them. All of them are given to the device before the first one begins, and what one
+        writes for another held nonsense before."""
+        slot_pages, attended = torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda")
+        keys, values = torch.zeros(2, (REQUESTS + 1) * SLOTS, S, H, D, dtype=torch.bfloat16, device="cuda")
+        reads = Reads(*(tensor.zero_() for tensor in Reads.allocate(REQUESTS, H, SLOTS, torch.device("cuda"))))
+        shares = attend.allocate_shares(self.queries, keys, reads)
+        attending = self.queries, keys, values, self.lens, reads, D**-0.5, shares
+        attend.attend_present(*attending)  # to nothing, as reads are
+        corrected, ahead = (Misses.allocate(REQUESTS * H * SLOTS, "cuda") for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10_000_000)
+        with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options)):
+            logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, D**-0.5)
+        between()
+        where = logits, self.rows, self.lens, self.table, BUDGET, self.turned, True, slot_pages, attended
+        plan.plan_pages(*where, reads, corrected, ahead, self.counts, S)
+        between()
+        recall.recall_pages(self.host, corrected, keys, values, 64)
+        between()
+        attend.attend_rest(*attending)
+        between()
+        output = attend.merge_shares(*shares, self.queries.dtype)
+        torch.cuda.synchronize()
+        return [slot_pages, attended, keys, values, output]
+
+
+@pytest.fixture(scope="module")
+def correction() -> Correction:
+    return Correction()
+
+
+@pytest.fixture(scope="module")
+def expected(correction) -> list[torch.Tensor]:
+    correction.run(torch.cuda.synchronize)
+    outputs = correction.run(torch.cuda.synchronize)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, correction.run(torch.cuda.synchronize)))
+    assert outputs[-1].isfinite().all()
+    return outputs
+
+
+def differ(correction, expected) -> bool:
+    return any(not torch.equal(a, b) for a, b in zip(correction.run(), expected))
+
+
+def test_what_follows_closely_finds_what_was_written(correction, expected):
+    assert not any(differ(correction, expected) for _ in range(RUNS))
+
+
+@pytest.mark.parametrize("module, kernel", [(plan, "_plan_pages"), (recall, "_recall_kernel")])
+def test_a_kernel_that_does_not_wait_is_caught(module, kernel, correction, expected, monkeypatch):
+    """The negative control. Before these two comes a kernel that lets them in early."""
+    monkeypatch.setattr(module, "await_previous", passes_on)
+    monkeypatch.setattr(module, kernel, triton.jit(getattr(module, kernel).fn))
+    correction.run(torch.cuda.synchronize)  # compiles
+    assert any(differ(correction, expected) for _ in range(RUNS))
