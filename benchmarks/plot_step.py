@@ -10,6 +10,7 @@ import json
 from html import escape
 from pathlib import Path
 
+from sglang_freekv.kernels.attend import PROGRAMS
 from sglang_freekv.retrieval import CORRECTING_PROGRAMS
 
 WIDTH, LANE, GAP, LEFT, TOP = 1400, 46, 16, 150, 40
@@ -38,6 +39,8 @@ def lanes_of(kernels: list[list]) -> list[tuple[str, str, float, float]]:
         if kind in ("append", "digest, offload"):
             lane = "appends"
         elif kind in ("score", "plan") or kind == "recall" and programs == CORRECTING_PROGRAMS:
+            lane = "selection"
+        elif kind == "attention" and programs > PROGRAMS:  # to what the correction brought
             lane = "selection"
         else:
             lane = "transfers" if kind == "recall" else "main"

@@ -156,10 +156,11 @@ def _attend_pages(
     present = A
     if p_present is not None:
         present = tl.load(p_present + i_b * H + i_h).to(tl.int32)
-    if REST & (present >= A):
-        o_g = tl.arange(0, BLOCK_G)
-        tl.store(p_weights + (i_b * (H * G) + i_h * G + o_g) * N + N - splits + i_n, float("-inf"), mask=o_g < G)
-        return
+    if REST:
+        if present >= A:
+            o_g = tl.arange(0, BLOCK_G)
+            tl.store(p_weights + (i_b * (H * G) + i_h * G + o_g) * N + N - splits + i_n, float("-inf"), mask=o_g < G)
+            return
     o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < G, o_d < D
     o_head = i_h * G + o_g
@@ -178,9 +179,10 @@ def _attend_pages(
     share = tl.cdiv(tl.cdiv(end - begin, BLOCK_T), splits) * BLOCK_T
     first = begin + i_n * share
     last = tl.minimum(first + share, end)
-    if REST & (first >= end):
-        tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
-        return
+    if REST:
+        if first >= end:
+            tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
+            return
 
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)

@@ -63,7 +63,7 @@ NUMBERS = {
 
 def first_accesses(name, kernel, **more):
     numbers = NUMBERS | more
-    constants = {p.name: numbers[p.name] for p in kernel.params if p.is_constexpr}
+    constants = {p.name: numbers[p.name] for p in kernel.params if p.is_constexpr or p.name in more}
     kinds = {p.name: "i32" for p in kernel.params} | {"scale": "fp32"}
     for each in kinds:
         if each.startswith("p_"):
@@ -78,6 +78,7 @@ first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64)
 first_accesses("rest", attend._attend_pages, REST=True)
 first_accesses("merge", attend._merge_shares)
 first_accesses("control", attend._merge_shares, FOLLOWS=False)
+first_accesses("whole", attend._attend_pages, REST=False, FOLLOWS=False, p_present=None, p_weights=None)
 """
 
 
@@ -87,6 +88,6 @@ def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
     done = subprocess.run([sys.executable, "-P", "-c", FOLLOW], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     first = {name: access for name, access, _ in map(str.split, done.stdout.splitlines())}
-    control = first.pop("control")
+    control, whole = first.pop("control"), first.pop("whole")
     assert set(first) == {"plan", "recall", "rest", "merge"} and set(first.values()) == {"griddepcontrol.wait"}
-    assert control.startswith("ld.global"), "the control does not wait"
+    assert control.startswith("ld.global") and whole.startswith("ld.global"), "these do not wait"
