@@ -116,6 +116,7 @@ def test_a_goodput_stands_beside_its_bound(tmp_path):
     text = SECTIONS["goodput"](write(tmp_path, "goodput", results), tmp_path).markdown
     assert "| freekv | 1 | 1 | 1 |" in text and "| stock | 2 | 1.333 | 0.6667 |" in text
     assert "stock 1.33 of at most 2.00 (0.67); freekv 2.00 of at most 2.00 (1.00)" in text
+    assert "best may be higher: freekv at 2." in text
 
 
 def test_the_page_is_that_of_the_results(tmp_path):

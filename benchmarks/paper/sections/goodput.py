@@ -27,12 +27,19 @@ def of_goodput(path: Path, directory: Path) -> Section:
     told = (f"{system} {found:.2f} of at most {bounds[system]:.2f} ({found / bounds[system]:.2f})" for system, found in best.items())
     section.add(
         "Best goodput, beside the rate at which the link or the device memory is busy with what the requests alone move, weights left out: "
-        f"{'; '.join(told)}."
+        f"{'; '.join(told)}." + _cut_short(rows, best)
     )
     lines = {system: [(rate, point.goodput) for name, rate, point, _ in rows if name == system and point.goodput] for system in best}
     lines = {system: points for system, points in lines.items() if points}  # the scale has no zero
     section.picture("rates", plots.curves, f"{section.shape}: goodput", "requests per second, offered", "within limits", lines, "offered")
     return section
+
+
+def _cut_short(rows: list[tuple], systems: dict[str, float]) -> str:
+    """Whose best may be higher, because the time was over before it was saturated."""
+    climbed = {system: [row[2] for row in rows if row[0] == system] for system in systems}
+    cut = [f"{system} at {max(row[1] for row in rows if row[0] == system):g}" for system in systems if not goodput.saturated(climbed[system])]
+    return f" Not measured until saturated, so that the best may be higher: {', '.join(cut)}." if cut else ""
 
 
 def _bound(section: Section, result: dict) -> float:
