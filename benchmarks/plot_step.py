@@ -10,7 +10,6 @@ import json
 from html import escape
 from pathlib import Path
 
-from sglang_freekv.kernels.attend import PROGRAMS
 from sglang_freekv.retrieval import CORRECTING_PROGRAMS
 
 WIDTH, LANE, GAP, LEFT, TOP = 1400, 46, 16, 150, 40
@@ -33,17 +32,19 @@ def kind_of(name: str) -> str:
 
 def lanes_of(kernels: list[list]) -> list[tuple[str, str, float, float]]:
     """(lane, kind, begin, length): streams of a graph have no names, so what a kernel is tells its lane."""
-    placed = []
+    placed, attending = [], False
     for name, _, begin, length, programs in kernels:
         kind = kind_of(name)
         if kind in ("append", "digest, offload"):
             lane = "appends"
         elif kind in ("score", "plan") or kind == "recall" and programs == CORRECTING_PROGRAMS:
             lane = "selection"
-        elif kind == "attention" and programs > PROGRAMS:  # to what the correction brought
+        elif name.startswith("_attend") and attending:  # the second of its layer, to what the correction brought
             lane = "selection"
         else:
             lane = "transfers" if kind == "recall" else "main"
+        if kind == "attention":
+            attending = not name.startswith("_merge")
         placed.append((lane, kind, begin, length))
     return placed
 

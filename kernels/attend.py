@@ -225,7 +225,7 @@ def _locate(p_slots, p_pages, o_token, last, seq_len, S: tl.constexpr):
 
 @triton.jit
 def _merge_shares(
-    p_partial,  # [B, Hq, N, D]
+    p_parts,  # [B, Hq, N, D]
     p_weights,  # [B, Hq, N], logarithms to base 2
     p_output,  # [B, Hq, D]
     N,
@@ -240,7 +240,7 @@ def _merge_shares(
     b_weight = tl.load(p_weights + i_head * N + o_n, mask=o_n < N, other=float("-inf"))
     m_n, m_d = b_weight != float("-inf"), o_d < D  # what weighs nothing may not have been written
     o_part = (i_head * N + o_n)[:, None] * D + o_d[None, :]
-    b_part = tl.load(p_partial + o_part, mask=m_n[:, None] & m_d[None, :], other=0.0)
+    b_part = tl.load(p_parts + o_part, mask=m_n[:, None] & m_d[None, :], other=0.0)
     top = tl.max(b_weight, 0)
     b_share = tl.exp2(b_weight - tl.where(top > float("-inf"), top, 0.0))
     total = tl.sum(b_share, 0)

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel takes its place on the device while the one before it in its stream still runs.
 
-Behind ``await_previous`` all is as in a usual launch; in front of it a kernel may read and write nothing. That is for what attention has to wait
-for: a recall ahead that begins a microsecond sooner takes processors from the matrix product that is being launched then.
+Behind ``await_previous`` all is as in a usual launch; in front of it a kernel may read and write nothing. That is for what attention has to
+wait for: a recall ahead that begins a microsecond sooner takes processors from the matrix product that is being launched then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 
 @lru_cache(maxsize=None)
 def can_follow(device: torch.device) -> bool:
-    """Whether the device knows such launches: NVIDIA's from Hopper on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the device is a Hopper: older ones do not know such launches, on newer ones they have not been run."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def following(device: torch.device) -> dict[str, bool]:

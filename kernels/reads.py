@@ -8,7 +8,7 @@ import torch
 
 
 class Reads(NamedTuple):
-    """Written by ``plan_pages``, read by ``attend_pages``, when the tables may be those of the next step already.
+    """Written by ``plan_pages``, read by attention, when the tables may be those of the next step already.
 
     Of a context of P pages a kv head has the smaller of P and A; a request of padding has none.
 
@@ -16,7 +16,7 @@ class Reads(NamedTuple):
         slots: ``[B, H, A]`` int32 slots of the device cache, -1 for none: those whose page is there come first.
         pages: ``[B, H, A]`` int32 logical page in each; anything where there is none.
         present: ``[B, H]`` int32: pages at the head of a list that nothing is recalled into, A if that is all of them. None: all, of every
-            kv head.
+            kv head. For ``attend_present`` and ``attend_rest``; when ``attend_pages`` reads, all are there.
     """
 
     slots: torch.Tensor

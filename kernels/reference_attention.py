@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +25,7 @@ def attend_pages(
         ``[B, Hq, D]``, zeros for a request of padding.
     """
     result = torch.zeros_like(queries)
-    _attend(queries, keys, values, seq_lens, reads, scale, reads.slots[..., 0] >= 0, result)
+    _attend(queries, keys, values, seq_lens, reads.slots, reads.pages, scale, result)
     return result
 
 
@@ -36,50 +38,56 @@ def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> 
 def attend_present(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
-    """The part of ``attend_pages`` that reads no page which ``reads`` has on its way. Here: that of the kv heads that wait for none."""
-    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, ~_waits(reads), 0)
+    """The part of ``attend_pages`` over the pages at the head of each list, which are there."""
+    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, ~_coming(reads), 0)
 
 
 def attend_rest(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
-    """What ``attend_present`` leaves; the pages that were on their way are there. Here: all of the kv heads that waited for one."""
-    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, _waits(reads), 1)
+    """The part over the others, which were on their way and are there now."""
+    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, _coming(reads), 1)
 
 
 def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``[B, Hq, D]`` of ``dtype``, as of ``attend_pages``, from what ``Shares`` holds."""
-    parts = weights.exp2()[..., None]
-    return (outputs.masked_fill(parts == 0, 0) * parts).sum(2).to(dtype)
+    top = weights.amax(2, keepdim=True)
+    parts = (weights - top.where(top > -torch.inf, 0)).exp2()[..., None]
+    total = parts.sum(2)
+    return ((outputs.masked_fill(parts == 0, 0) * parts).sum(2) / total.where(total != 0, 1)).to(dtype)
 
 
-def _waits(reads: Reads) -> torch.Tensor:
-    """``[B, H]``: kv heads of which a page is on its way."""
-    return reads.present < (reads.slots >= 0).sum(-1)
+def _coming(reads: Reads) -> torch.Tensor:
+    """``[B, H, A]``: entries of the lists whose pages are on their way."""
+    if reads.present is None:
+        return torch.zeros_like(reads.slots, dtype=torch.bool)
+    return torch.arange(reads.slots.shape[2], device=reads.slots.device) >= reads.present[..., None]
 
 
 def _attend_share(queries, keys, values, seq_lens, reads, scale, shares: Shares, whose: torch.Tensor, share: int) -> None:
-    """All of the kv heads ``whose [B, H]`` for one of two shares, of which the other weighs nothing."""
-    shares.outputs[:, :, share] = 0
-    shares.weights[:, :, share] = torch.where(whose, 0.0, -torch.inf).repeat_interleave(queries.shape[1] // keys.shape[2], 1)
-    _attend(queries, keys, values, seq_lens, reads, scale, whose & (reads.slots[..., 0] >= 0), shares.outputs[:, :, share])
+    """Over the entries ``whose [B, H, A]``."""
+    shares.outputs[:, :, share], shares.weights[:, :, share] = 0, -torch.inf
+    slots = reads.slots.where(whose, -1)
+    _attend(queries, keys, values, seq_lens, slots, reads.pages, scale, shares.outputs[:, :, share], shares.weights[:, :, share])
 
 
-def _attend(queries, keys, values, seq_lens, reads, scale, wanted: torch.Tensor, result: torch.Tensor) -> None:
-    """Of the kv heads ``wanted [B, H]``, into ``result [B, Hq, D]``."""
+def _attend(queries, keys, values, seq_lens, slots, pages, scale, result: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+    """Of the kv heads with a slot in ``slots [B, H, A]``, into ``result [B, Hq, D]``; and what it weighs, into ``weights [B, Hq]``."""
     page_size, num_kv_heads = keys.shape[1:3]
-    b, h = wanted.nonzero(as_tuple=True)
+    b, h = (slots >= 0).any(-1).nonzero(as_tuple=True)
     if not len(b):
         return
-    width = int((reads.slots[b, h] >= 0).sum(-1).max())
-    slots, pages = (x[b, h, :width].long() for x in (reads.slots, reads.pages))
+    width = int((slots[b, h] >= 0).any(0).nonzero()[-1]) + 1
+    slots, pages = (x[b, h, :width].long() for x in (slots, pages))
     position = pages[..., None] * page_size + torch.arange(page_size, device=b.device)
-    visible = ((slots >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)
+    visible = ((slots >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)[:, None]
     k, v = (cache[slots.clamp(min=0), :, h[:, None]].flatten(1, 2) for cache in (keys, values))
-    k, v = (x.masked_fill_(~visible[..., None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
-    grouped = queries.unflatten(1, (num_kv_heads, -1))
-    attended = F.scaled_dot_product_attention(grouped[b, h], k, v, attn_mask=visible[:, None], scale=scale)
-    result.unflatten(1, (num_kv_heads, -1))[b, h] = attended
+    k, v = (x.masked_fill_(~visible[:, 0, :, None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
+    q = queries.unflatten(1, (num_kv_heads, -1))[b, h]
+    result.unflatten(1, (num_kv_heads, -1))[b, h] = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    if weights is not None:
+        logits = (q.float() @ k.mT.float()).mul_(scale).masked_fill_(~visible, -torch.inf)
+        weights.unflatten(1, (num_kv_heads, -1))[b, h] = logits.logsumexp(-1) / math.log(2)
 
 
 def extend_attention(

@@ -12,6 +12,7 @@ class Shares(NamedTuple):
 
     Args:
         outputs: ``[B, Hq, N, D]`` attention to a part of the tokens each, of which a call has its own; anything where it weighs nothing.
+            float32 on a GPU, of the queries' dtype elsewhere.
         weights: ``[B, Hq, N]`` float32 logarithm to base 2 of what a part weighs; -inf for nothing.
     """
 

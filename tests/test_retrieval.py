@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 
 import pytest
 import torch
@@ -41,7 +41,15 @@ class _Deferred:
             self.stream.queue.pop(0)()
 
 
-@pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
+_KINDS = cycle((InlineStream, DeferredStream, InlineStream))  # an engine makes three: of selection, appends and transfers
+
+
+def late_appends():
+    """Of an engine's streams that of appends does its work as late as it may: behind a correction and the attention to what it brings."""
+    return next(_KINDS)()
+
+
+@pytest.mark.parametrize("stream", [InlineStream, DeferredStream, late_appends], ids=["at once", "late", "appends late"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["planned early", "planned late"])
 def test_decode_follows_the_paper(prompts, config, stream):

@@ -35,7 +35,9 @@ class DelayedStream(CudaStream):
         self.random = generator
 
     def delay(self) -> None:
-        torch.cuda._sleep(*self.random.choices(list(DELAYS), DELAYS.values()))
+        (cycles,) = self.random.choices(list(DELAYS), DELAYS.values())
+        if cycles:  # no kernel between two of which one follows the other closely
+            torch.cuda._sleep(cycles)
 
     def submit(self, work, behind=None):
         @wraps(work)
@@ -191,6 +193,37 @@ def _replayed(stream, broken=None) -> torch.Tensor:
     engine.capture()
     engine.extend(engine.requests, PROMPTS)
     return torch.stack([torch.stack(engine.replay()) for _ in range(STEPS)])
+
+
+class LateTest:
+    """A policy whose correction test is late: behind the score, beside which the plan has taken its place."""
+
+    def __init__(self, policy) -> None:
+        self._policy = policy
+
+    def __getattr__(self, name: str):
+        return getattr(self._policy, name)
+
+    def needs_correction(self, *arguments) -> torch.Tensor:
+        torch.cuda._sleep(400_000)
+        return self._policy.needs_correction(*arguments)
+
+
+def _with_a_late_test(retrieval) -> None:
+    retrieval.policy = LateTest(retrieval.policy)
+
+
+def _planning_before_the_late_test(retrieval) -> None:
+    _with_a_late_test(retrieval)
+    retrieval.selection.submit = _unordered(retrieval.selection.submit, "plan")
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_plan_that_follows_the_score_waits_for_main_too(captured):
+    run = _replayed if captured else _run
+    expected = run(cuda_stream)
+    assert torch.equal(run(cuda_stream, _with_a_late_test), expected)
+    assert not torch.equal(run(cuda_stream, _planning_before_the_late_test), expected), "the negative control"
 
 
 class ScheduledEngine(CapturedEngine):
@@ -432,7 +465,7 @@ def _without_waiting_for_the_plan(retrieval) -> None:
 
 
 def _without_waiting_for_the_correction(retrieval) -> None:
-    """Attention of kv heads that turned reads pages of the step before."""
+    """The merge reads shares of kv heads that turned before they are written."""
     retrieval.selection.submit = _unawaited(retrieval.selection.submit, "correct")
 
 

@@ -14,7 +14,7 @@ from sglang_freekv.kernels import Misses, Reads, attend, plan, recall, score
 from sglang_freekv.kernels.follow import can_follow
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a GPU that knows dependent launches, from Hopper on"
+    not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a Hopper"
 )
 
 H, G, D, S, PAGES, REQUESTS, RUNS = 8, 4, 128, 32, 4096, 8, 20

@@ -53,7 +53,7 @@ from sglang_freekv.kernels import attend, plan, recall
 
 WIDE = {"p_rows", "p_seq_lens", "p_counts"}
 TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output"}
-FOUR = {"p_logits", "p_weights", "p_partial"}
+FOUR = {"p_logits", "p_weights", "p_parts"}
 NUMBERS = {
     "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "EARLY": True,
     "HITS": 0, "RECALLED": 1, "SINK": 16, "SELECTED": 32, "WINDOW": 16, "G_BLOCK": 4, "POOLING": "softmax-mean", "C": 64, "A": 64,
@@ -83,7 +83,7 @@ first_accesses("whole", attend._attend_pages, REST=False, FOLLOWS=False, p_prese
 
 
 def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
-    """In the machine's code: a compiler that moved a load to the front would have it read what is not there yet."""
+    """In PTX, whose order around such a wait is the machine's: a load moved to the front of it would read what is not there yet."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-P", "-c", FOLLOW], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

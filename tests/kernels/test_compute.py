@@ -272,14 +272,14 @@ def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(pro
     not_yet = [tensor.masked_fill(coming[:, None, :, None], torch.nan) for tensor in (keys, values)]
     reads = reads._replace(present=present)
 
-    def in_parts(module, first, rest) -> torch.Tensor:
+    def in_parts(module, at_first, then) -> torch.Tensor:
         """Both parts in both orders: none waits for the other."""
         outputs = []
         for present_first in (True, False):
             shares = module.allocate_shares(queries, keys, reads)
             for tensor in shares:
                 tensor.fill_(torch.nan)
-            calls = [(module.attend_present, first), (module.attend_rest, rest)]
+            calls = [(module.attend_present, at_first), (module.attend_rest, then)]
             for attend_part, cache in calls if present_first else calls[::-1]:
                 attend_part(queries, *cache, lens, reads, scale, shares)
             outputs.append(module.merge_shares(*shares, queries.dtype))
