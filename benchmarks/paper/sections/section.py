@@ -18,18 +18,20 @@ class Aim:
     Args:
         found: the figure, None where it was not measured.
         least: whether ``aim`` is the least, or the most.
+        at_bound: the figure if a step of FreeKV's took no longer than its bytes take at least, and all else what it took.
     """
 
     what: str
     found: float | None
     aim: float
     least: bool
+    at_bound: float | None = None
 
     @property
     def row(self) -> tuple:
         bound = f"{'at least' if self.least else 'at most'} {self.aim:g}"
         reached = None if self.found is None else "yes" if (self.found >= self.aim) == self.least or self.found == self.aim else "NO"
-        return self.what, self.found, bound, reached
+        return self.what, self.found, bound, reached, self.at_bound
 
 
 @dataclass
