@@ -52,8 +52,8 @@ class Step:
         recall = drain if variant.get("copies_off") else kernels.recall_pages
         if programs := variant.get("programs"):
 
-            def recall(host, misses, keys, values, usual) -> None:
-                kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs)
+            def recall(host, misses, keys, values, usual, *others) -> None:
+                kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs, *others)
 
         policy = replayed(config, controls)
         self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())

@@ -121,7 +121,7 @@ def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, spl
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4,
         num_stages=3,
-        **(following(keys.device) if rest else {"FOLLOWS": False}),  # right before the others comes nothing that they wait for
+        **following(keys.device, closely=rest),  # right before the others comes nothing that they wait for
     )
 
 

@@ -19,9 +19,9 @@ def can_follow(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def following(device: torch.device) -> dict[str, bool]:
-    """Options of the launch of a kernel that begins with ``await_previous``."""
-    return {"FOLLOWS": True, "launch_pdl": True} if can_follow(device) else {"FOLLOWS": False}
+def following(device: torch.device, closely: bool = True) -> dict[str, bool]:
+    """Options of the launch of a kernel that begins with ``await_previous``; an ordinary launch if it need not follow ``closely``."""
+    return {"FOLLOWS": True, "launch_pdl": True} if closely and can_follow(device) else {"FOLLOWS": False}
 
 
 @triton.jit

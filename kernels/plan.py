@@ -98,7 +98,7 @@ def _launch(
         RECALLED=RECALLED,
         A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
         **compiled,
-        **({"FOLLOWS": False} if reads is None else following(logits.device)),
+        **following(logits.device, closely=reads is not None),
     )
 
 

@@ -10,16 +10,22 @@ from sglang_freekv.kernels.follow import await_previous, following
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.stage import READ_BYTES
 
-MOST_BESIDE = 32  # programs that the computation can do without; it is to wait for what more of them bring
-
 
 def recall_pages(
-    host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8, *, prefetch: bool = True
+    host_pool: torch.Tensor,
+    misses: Misses,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    programs: int = 8,
+    closely: bool = False,
+    *,
+    prefetch: bool = True,
 ) -> None:
     """As reference.recall_pages; few programs with much in flight, so that the rest of the device computes on.
 
     Args:
-        programs: how many; 8 of them fill the link. More than MOST_BESIDE take their places while the plan before them still runs.
+        programs: how many; 8 of them fill the link.
+        closely: whether they take their places while the plan before them still runs.
         prefetch: every program keeps two reads in flight, not one: of a unit each, or of as many small ones as make 16 KiB.
     """
     # As 32-bit words: halves of them would be taken apart and put together, which waits for the unit that is still on its way.
@@ -46,7 +52,7 @@ def recall_pages(
         BLOCK_D=block_d,
         PREFETCH=prefetch and block_s * block_d <= 8192,  # the registers hold two units of 64 KiB
         num_warps=8,
-        **(following(keys.device) if programs > MOST_BESIDE else {"FOLLOWS": False}),
+        **following(keys.device, closely),
     )
 
 

@@ -28,7 +28,9 @@ def offload_pages(
     host_pool[host_pages[chosen].to(host_pool.device)] = units.to(host_pool.device)
 
 
-def recall_pages(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8) -> None:
+def recall_pages(
+    host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8, closely: bool = False
+) -> None:
     """Copy the missing (page, kv head) units from the host pool (HND) to device slots (NHD), and leave the list empty.
 
     Args:
@@ -36,6 +38,7 @@ def recall_pages(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, va
         misses: what to copy, and where to.
         keys, values: ``[R * C, S, H, D]`` written in place.
         programs: on a GPU, how many copy; the rest of the device computes on.
+        closely: on a GPU, whether it is brought up while the kernel before it still runs, because the computation waits for it.
     """
     host_pages, heads, slots = (column.long() for column in misses.columns())
     units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)

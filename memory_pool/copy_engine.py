@@ -27,7 +27,9 @@ class CopyEngineRecall:
             self.copies = torch.cuda.Stream(device)
             self.converted = [torch.cuda.Event() for _ in self.buffers]
 
-    def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0) -> None:
+    def __call__(
+        self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0, closely: bool = False
+    ) -> None:
         """As ``kernels.recall_pages``; no program copies."""
         host_pages, heads, slots = (column.long() for column in misses.columns())
         units = list(zip(host_pages.tolist(), heads.tolist()))

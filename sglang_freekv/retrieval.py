@@ -47,7 +47,9 @@ class ExtendAttention(Protocol):
 class Recall(Protocol):
     """Brings missing units from the host pool to their slots, and leaves the list empty."""
 
-    def __call__(self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int) -> None: ...
+    def __call__(
+        self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int, closely: bool = False
+    ) -> None: ...
 
 
 class Scheduled(NamedTuple):
@@ -136,7 +138,7 @@ class Retrieval:
             self._plan(layer, logits[0], batch, turned, reads)
 
         def correct() -> None:
-            self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS)
+            self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS, True)
             kernels.attend_rest(*attended, shares)
 
         def verify() -> None:

@@ -62,7 +62,7 @@ class Correction:
         where = logits, self.rows, self.lens, self.table, BUDGET, self.turned, True, slot_pages, attended
         plan.plan_pages(*where, reads, corrected, ahead, self.counts, S)
         between()
-        recall.recall_pages(self.host, corrected, keys, values, 64)
+        recall.recall_pages(self.host, corrected, keys, values, 64, closely=True)
         between()
         attend.attend_rest(*attending)
         between()

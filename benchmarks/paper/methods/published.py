@@ -14,7 +14,7 @@ from .engine import Engine
 from .infinigen import InfiniGen
 
 
-def recall_slices(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0) -> None:
+def recall_slices(host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, *others) -> None:
     """A loop over what is missing, with a copy for each unit, whose tokens lie apart (NHD).
 
     Args:
