@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.sizing import Sizing
 
-CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model: README, What is known
+CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model: README, Speed
 MOST_REQUESTS = 4096  # SGLang's own limit
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +21,7 @@ from paper import ablation, latency  # noqa: E402
 from paper.decoder import TINY, Decoder, Shape  # noqa: E402
 from paper.method import Work  # noqa: E402
 from paper.methods import METHODS  # noqa: E402
+from paper.methods.full import Full  # noqa: E402
 from paper.methods.published import recall_slices  # noqa: E402
 from paper.methods.rebuild import rebuild_keys, reference_rebuild  # noqa: E402
 from paper.parts import parts_of  # noqa: E402
@@ -74,7 +76,7 @@ def test_a_step_of_every_method(name, pools):
         ("razor", 0, 0.15 * 512 + 0.85 * 32),
         ("infinigen", 64 / 2, 64 + 64 / 2 + 512 * 8 / 32 / 2),  # all that it attends to; the first of two layers selects nothing
         ("infinigen-copies", 64 / 2, 64 + 64 / 2 + 512 * 8 / 32 / 2),
-        ("shadowkv", 64 / 2 * 0.25, 64 + 8 + 512 / 8 / 2 + 64 / 2 + 160 * (64 + 16) / 32),  # values; landmarks, keys, and what makes them
+        ("shadowkv", 16 / 2, 64 + 8 + 512 / 8 / 2 + 16 / 2 + 160 * (16 + 16) / 32),  # values of 2 chunks; landmarks, keys, and what makes them
     ],
 )
 def test_traffic_by_hand(name, link, device, pools):
@@ -190,6 +192,22 @@ def test_keys_are_rebuilt_by_one_kernel_as_by_pytorch(rank, dim):
     assert (found == 7).sum() == found.numel() - batch * selected * chunk * heads * dim
 
 
+@pytest.mark.parametrize("context", [33, 64])
+def test_full_attention_is_to_all_tokens(context):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    pools = SimpleNamespace(shape=replace(TINY, head_dim=64), config=CONFIG, dtype=dtype, device=DEVICE)
+    work = Work(pools, SimpleNamespace(rows=torch.arange(1, 3)), context, context, 0.0, 0.0)
+    full = Full(work)
+    q, k, v = (torch.randn(2, heads, 64, dtype=dtype, device=DEVICE) for heads in (TINY.query_heads, TINY.kv_heads, TINY.kv_heads))
+    found = full.attend(1, q, k, v)
+    keys, values = (
+        each.view(2, -1, TINY.kv_heads, 64)[:, :context].float().repeat_interleave(TINY.group, 2) for each in full.layers[1]
+    )
+    assert torch.equal(keys[:, -1, :: TINY.group].to(dtype), k) and torch.equal(values[:, -1, :: TINY.group].to(dtype), v)
+    weights = torch.einsum("bhd,bthd->bht", q.float(), keys).mul(64**-0.5).softmax(-1)
+    torch.testing.assert_close(found.float(), torch.einsum("bht,bthd->bhd", weights, values), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("name", ["freekv", "arkvale", "arkvale-copies", "louiskv", "shadowkv"])
 def test_without_copies_nothing_comes(name, pools):
     for layer in pools.store.host.layers:
@@ -253,10 +271,11 @@ def test_a_step_is_split_by_what_was_measured_of_it():
 
 
 def test_cells_wait_for_the_floor():
-    step = {"seconds": {"median": 2.0}, "bytes": {"link": 0.0, "device": 1.0, "weights": 1.0}, "run": 1}
+    step = {"seconds": {"median": 2.0}, "bytes": {"link": 1.0, "device": 1.0, "weights": 1.0}, "corrected": 0.25, "run": 1}
     runs = [{}, {"ceilings": {"to_device": 1.0, "device": 1.0}}]
     results = {"long-input/b1/freekv/32768": step, "long-input/b1/window/32768": step, "long-input/b4/freekv/32768": step}
-    assert [(cell.method, cell.batch, cell.parts.bound) for cell in latency.cells(results, runs)] == [("window", 1, 2), ("freekv", 1, 2)]
+    found = [(cell.method, cell.batch, cell.floor, cell.serial, cell.parts.bound) for cell in latency.cells(results, runs)]
+    assert found == [("window", 1, 2, 2.25, 2), ("freekv", 1, 2, 2.25, 2)]
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,11 @@ def test_bytes_of_a_step_by_hand():
     weights = 2 * (8_030_261_248 - 128256 * 4096)  # as published, less the embeddings, of which a step reads a row
     assert capacity.bytes_of(LLAMA, "stock", 32768, 4) == {"hbm_bytes": weights + 4 * 32768 * 32 * LAYER_TOKEN, "link_bytes": 0}
     dense, attended, digests = 32768 * LAYER_TOKEN, 31 * 2048 * LAYER_TOKEN, 31 * (32768 // 32) * 8 * 2 * 128 * 2
-    found = capacity.bytes_of(LLAMA, "freekv", 32768, 4)
+    found = capacity.bytes_of(LLAMA, "freekv", 32768, 4, 0.21)
     assert found["hbm_bytes"] == weights + 4 * (dense + attended + digests) + found["link_bytes"]
     assert found["link_bytes"] == pytest.approx(4 * 0.21 * 1024 * 31 * LAYER_TOKEN)  # half of the budget is selected
-    assert capacity.bytes_of(LLAMA, "freekv", 1024, 1)["link_bytes"] == 0
-    request = capacity.request_bytes(LLAMA, "freekv", 32768, 10)
+    assert capacity.bytes_of(LLAMA, "freekv", 1024, 1, 0.0)["link_bytes"] == 0
+    request = capacity.request_bytes(LLAMA, "freekv", 32768, 10, 0.21)
     whole = (found["link_bytes"] / 4) * 10 + 32768 * 31 * LAYER_TOKEN  # each step's recall, and the prefix, but for the dense layer
     assert request == {"hbm_bytes": pytest.approx((found["hbm_bytes"] - weights) / 4 * 10), "link_bytes": pytest.approx(whole)}
     assert capacity.request_bytes(LLAMA, "stock", 32768, 10) == {"hbm_bytes": 10 * 32768 * 32 * LAYER_TOKEN, "link_bytes": 0}
@@ -255,7 +255,7 @@ def test_when_a_server_is_saturated(points, expected):
 def rate_of(rate: float, good: int, run: int = 0) -> dict:
     """Ten requests, of which so many were within limits."""
     ttfts = [1.0] * good + [3.0] * (10 - good)
-    figures = dict.fromkeys(("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput", "hit_rate"), 1.0)
+    figures = dict.fromkeys(goodput.COLUMNS, 1.0)
     return {"rate": rate, "ttfts": ttfts, "tpots": [0.01] * 10, "run": run} | figures
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from setups import Setup
 from sglang_freekv.config import GIB, FreeKVConfig
-from sglang_freekv.launch.footprint import Footprint
 from sglang_freekv.launch.model import Model
 from sglang_freekv.memory_pool.sizing import Sizing
 
@@ -89,10 +88,12 @@ def expect_within(system: System, held: int) -> None:
         )
 
 
-def bytes_of(setup: Setup, system: str, context: int, batch: int) -> dict[str, float]:
-    """What one decode step moves at least, from device memory and over the link; ``context`` in tokens as served.
+def bytes_of(setup: Setup, system: str, context: int, batch: int, missed: float = 0.0) -> dict[str, float]:
+    """What one decode step moves at least, from device memory and over the link. FreeKV's dense layers are read in full.
 
-    The share of the selected pages that is new is the one that is replayed, and FreeKV's dense layers are read in full.
+    Args:
+        context: tokens, as served.
+        missed: the share of the selected pages that was recalled, as the server counted.
     """
     model, sizing = model_of(setup), sizing_of(setup)
     tied = model.text.get("tie_word_embeddings", True)
@@ -101,13 +102,13 @@ def bytes_of(setup: Setup, system: str, context: int, batch: int) -> dict[str, f
     if system.startswith("stock"):
         return {"hbm_bytes": weights + batch * context * token_bytes(sizing), "link_bytes": 0}
     attended = min(setup.budget, context) * sizing.host_bytes_per_token
-    recalled = Footprint(sizing).recalled_bytes if context > setup.budget else 0
+    recalled = missed * sizing.config.pages.selected * setup.page_size * sizing.host_bytes_per_token
     kept = context * sizing.device_bytes_per_token
     return {"hbm_bytes": weights + batch * (kept + attended + recalled), "link_bytes": batch * recalled}
 
 
-def request_bytes(setup: Setup, system: str, prompt: int, answer: int) -> dict[str, float]:
+def request_bytes(setup: Setup, system: str, prompt: int, answer: int, missed: float = 0.0) -> dict[str, float]:
     """What a request whose prompt is in the tree moves at least, however many share the weights."""
-    one, none = (bytes_of(setup, system, prompt, batch) for batch in (1, 0))
+    one, none = (bytes_of(setup, system, prompt, batch, missed) for batch in (1, 0))
     prefix = 0 if system.startswith("stock") else prompt * sizing_of(setup).host_bytes_per_token
     return {"hbm_bytes": answer * (one["hbm_bytes"] - none["hbm_bytes"]), "link_bytes": answer * one["link_bytes"] + prefix}

@@ -86,7 +86,7 @@ def measure(server: BenchServer, cell: Cell, facts: dict, tokens: int, interval:
         **figures,
         "retractions": server.retractions(log_begins),
         **{name: shares[name] for name in ("corrected", "missed") if name in shares},
-        **bytes_of(setup, server.system, context, figures["window_requests"]),
+        **bytes_of(setup, server.system, context, figures["window_requests"], shares.get("missed", 0.0)),
     }
 
 

@@ -23,8 +23,10 @@ What a decode step, an answer and a server's load take, beside other methods and
 them and what they ran on.
 [What is measured, and how](../benchmarks/paper/README.md)."""
 
-AT_BOUND = """*At the bound* is what a figure would be if a decode step of FreeKV's took no longer than the link or the device memory needs for the bytes
-that it moves at least, and all else were as measured: what faster code can reach on this machine at this load."""
+AT_BOUND = """*At the bound* is what a figure would be if a decode step of FreeKV's took no longer than it must, and all else were as measured: no longer
+than the link or the device memory needs for the bytes that it moves at least nor, beside other methods in the same engine, than the floor's step.
+For FreeKV / floor it is the floor's step and, behind it, the link's time for what kv heads that turned wait for; only attention to what is
+there already runs beside that."""
 
 
 def sections(results: Path, directory: Path) -> list[Section]:

@@ -60,13 +60,20 @@ class Answer(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One measured step, split up."""
+    """One measured step, split up.
+
+    Args:
+        floor: seconds of the window's.
+        serial: seconds of the window's and, behind it, of the link for what kv heads that turned wait for under the load.
+    """
 
     scenario: str
     batch: int
     context: int
     method: str
     seconds: float
+    floor: float
+    serial: float
     parts: Parts
 
 
@@ -97,8 +104,10 @@ def cells(results: dict, runs: list[dict]) -> list[Cell]:
     for (scenario, batch, method, context), result in _steps(results):
         floor = medians.get((scenario, batch, "window", context))
         if floor is not None:
-            parts = parts_of(method, result, floor, runs[result["run"]]["ceilings"])
-            rows.append(Cell(scenario, batch, context, method, result["seconds"]["median"], parts))
+            ceilings = runs[result["run"]]["ceilings"]
+            serial = floor + result["corrected"] * result["bytes"]["link"] / ceilings["to_device"]
+            parts = parts_of(method, result, floor, ceilings)
+            rows.append(Cell(scenario, batch, context, method, result["seconds"]["median"], floor, serial, parts))
     return sorted(rows, key=lambda cell: (*_order(cell.scenario, cell.batch, cell.context), list(METHODS).index(cell.method)))
 
 
@@ -152,7 +161,7 @@ def measure(shape: Shape, options, wanted, report: Report) -> None:
     config = FreeKVConfig(budget_tokens=options.budget, sink_tokens=edge, window_tokens=edge, page_size=page)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     decoder, clock, settings = Decoder(shape, dtype, device), Clock(options.minutes), settings_of(options)
-    report.note(ceilings=asdict(Ceilings.measure(device)))
+    report.note(ceilings=asdict(Ceilings.measure(device)), threads=torch.get_num_threads())
     for key, prompt in prompts.items():
         with report.part(key, quiet=True):
             report.add(key, settings | {"seconds": prefill_seconds(decoder, max(page, prompt // options.scale), device)})

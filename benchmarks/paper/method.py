@@ -47,6 +47,12 @@ class Work:
         return len(self.requests.rows)
 
     @property
+    def candidates(self) -> int:
+        """Pages of a request that are chosen from."""
+        config = self.pools.config
+        return max(0, self.context // config.page_size - config.pages.sink - config.pages.window)
+
+    @property
     def budget(self) -> int:
         """Tokens that a kv head attends to."""
         return min(self.pools.config.budget_tokens, self.context)

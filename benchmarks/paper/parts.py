@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WHOLE = ("full", "razor")  # attend to more than the budget, so that the floor is not their computation
+WHOLE = "full", "razor"  # attend to more than the budget, so that the floor is not their computation
 
 
 class Parts(NamedTuple):

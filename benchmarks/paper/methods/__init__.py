@@ -8,6 +8,7 @@ from functools import partial
 from paper.method import Method, Work
 
 from .engine import Engine, LouisKV
+from .full import Full
 from .infinigen import InfiniGen
 from .published import ArkValeCopies, InfiniGenCopies
 from .raas import RaaS
@@ -16,7 +17,7 @@ from .shadowkv import ShadowKV
 from .window import Window
 
 METHODS: dict[str, Callable[[Work], Method]] = {
-    "full": partial(Razor, share=1.0),
+    "full": Full,
     "window": Window,
     "raas": RaaS,
     "razor": Razor,

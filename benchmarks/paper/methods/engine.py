@@ -70,9 +70,8 @@ class Engine:
         missed = 0.0 if resident else work.missed
         pools, requests = work.pools, work.requests
         config = pools.config
-        candidates = max(1, work.context // config.page_size - config.pages.sink - config.pages.window)
         controls = Controls(pools.device)
-        controls.set(Load(self.corrected, missed, candidates, config.pages.selected))
+        controls.set(Load(self.corrected, missed, max(1, work.candidates), config.pages.selected))
         policy = replayed(config, controls)
         policy = Asking(**vars(policy)) if asks else policy
         arguments = config, policy, pools.store, *pools.streams, work.recall(recall), ReferenceExtend()
@@ -95,9 +94,8 @@ class Engine:
 
     def traffic(self, steps: int) -> Traffic:
         """Recall as it was counted. LouisKV need not read the digests of kv heads that did not turn, though a graph does."""
-        work, config = self.work, self.work.pools.config
-        pages = max(0, work.context // config.page_size - config.pages.sink - config.pages.window)
-        scored = pages * (self.corrected if self.on_trigger else 1)
+        work = self.work
+        scored = work.candidates * (self.corrected if self.on_trigger else 1)
         units = self.retrieval.row_counts(work.requests.rows)[:, RECALLED].sum().item() / steps
         link = units * work.pools.store.host.unit_bytes * (not self.resident)
         return Traffic(link, link + work.elements(2 * work.pools.shape.head_dim * (work.budget + scored)))

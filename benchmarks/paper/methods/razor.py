@@ -12,19 +12,15 @@ SHARE = 0.15  # of kv heads, in the paper
 
 
 class Razor:
-    """Layers take turns, so that their kv heads that attend to everything are the share in the mean.
-
-    Args:
-        share: of such kv heads; with 1 it is dense attention.
-    """
+    """Layers take turns, so that their kv heads that attend to everything are the share in the mean."""
 
     captured = True
 
-    def __init__(self, work: Work, share: float = SHARE) -> None:
-        self.work, self.pools, self.share = work, work.pools, share
+    def __init__(self, work: Work) -> None:
+        self.work, self.pools = work, work.pools
         shape, config, device = work.pools.shape, work.pools.config, work.pools.device
         self.size, self.scale = config.page_size, shape.head_dim**-0.5
-        heads = [round((layer + 1) * share * shape.kv_heads) - round(layer * share * shape.kv_heads) for layer in range(shape.layers)]
+        heads = [round((layer + 1) * SHARE * shape.kv_heads) - round(layer * SHARE * shape.kv_heads) for layer in range(shape.layers)]
         whole, edges = work.longest // self.size + 1, config.pages.sink + config.pages.window
         self.layers = [
             (self._heads(full, whole, device), self._heads(shape.kv_heads - full, min(edges, whole), device)) for full in heads
@@ -63,5 +59,5 @@ class Razor:
 
     def traffic(self, steps: int) -> Traffic:
         shape, edges = self.pools.shape, self.pools.config.sink_tokens + self.pools.config.window_tokens
-        tokens = self.share * self.work.context + (1 - self.share) * min(edges, self.work.context)
+        tokens = SHARE * self.work.context + (1 - SHARE) * min(edges, self.work.context)
         return Traffic(0, self.work.elements(2 * shape.head_dim * tokens))

@@ -1,4 +1,4 @@
-"""The keys of ShadowKV's selected chunks from their low rank: gather, product, rotation and store in one kernel, as by its authors."""
+"""Keys of ShadowKV's chunks from their low rank: gather, product, rotation and store in one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ShadowKV (Sun et al., ICML 2025): values are recalled, keys rebuilt on the device from their low rank."""
+"""ShadowKV (Sun et al., ICML 2025): values are recalled, and keys rebuilt on the device from their low rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ CHUNK, RANK = 8, 160  # tokens of a chunk, and of what rank keys are before RoPE
 
 
 class ShadowKV(Window):
-    """Chunks are selected by their mean keys, each step anew; of the values of those that were not there a step ago one copy each, beside
-    the keys of all, which are a product. Half a unit of the host pool stands for the values of a chunk: as many bytes.
+    """Chunks are selected by their mean keys, each step anew. Of those that were not there a step ago the values come by a copy each, and
+    beside that the keys are a product; the others stay where they are. Half a unit of the host pool stands for the values of a chunk: as
+    many bytes.
     """
 
     def __init__(self, work: Work) -> None:
@@ -50,23 +51,26 @@ class ShadowKV(Window):
         pools, shape, cache = self.pools, self.pools.shape, self.pools.store.cache.layers[layer]
         grouped = q.unflatten(1, (shape.kv_heads, -1))
         scores = (grouped @ self.landmarks[layer].mT).softmax(-1, dtype=torch.float32).amax(2)
-        chosen = scores.topk(self.selected, sorted=False).indices  # [B, H, K]
+        fresh = scores.topk(self.selected, sorted=False).indices[..., : self.fetched].contiguous()  # [B, H, K]
+        if not self.fetched:
+            return super().attend(layer, q, k, v)
         units = [rows.view(-1, CHUNK // 2, shape.kv_heads, shape.head_dim) for rows in cache.token_rows]
 
         def fetch() -> None:
-            self.missing.host_pages[: self.count] = chosen[..., : self.fetched].flatten()
+            self.missing.host_pages[: self.count] = fresh.flatten()
             self.missing.length[:1] = self.count
             self.recall(pools.host_units(layer, CHUNK // 2), self.missing, *units, programs_ahead(len(q)))
 
         on_the_way = self.stream.submit(fetch)
         resident = cache.keys.view(-1, self._slots(layer) * pools.config.page_size, shape.kv_heads, shape.head_dim)
         rebuild = rebuild_keys if q.is_cuda else reference_rebuild
-        rebuild(self.low_rank[layer], self.basis[layer], self.angles, chosen, self.work.requests.rows, resident, CHUNK)
+        rebuild(self.low_rank[layer], self.basis[layer], self.angles, fresh, self.work.requests.rows, resident, CHUNK)
         on_the_way.wait()
         return super().attend(layer, q, k, v)
 
     def traffic(self, steps: int) -> Traffic:
-        dim, selected = self.pools.shape.head_dim, self.selected * CHUNK
-        landmarks, keys = dim * self.work.context / CHUNK, RANK * (selected + dim) + dim * selected
-        link = self.work.elements(dim * CHUNK * self.fetched)
+        dim, fetched = self.pools.shape.head_dim, self.fetched * CHUNK
+        landmarks = dim * self.work.context / CHUNK
+        keys = (RANK * (fetched + dim) + dim * fetched) * (fetched > 0)
+        link = self.work.elements(dim * fetched)
         return super().traffic(steps) + Traffic(link, link + self.work.elements(landmarks + keys))

@@ -15,8 +15,9 @@ def of_goodput(path: Path, directory: Path) -> Section:
     limits = goodput.Limits(**next(iter(section.results.values()))["limits"])
     rows = goodput.rows_of(section.results, limits)
     section.add(
-        f"Requests per second whose first token comes within {limits.ttft_s:g} s and whose others come within {limits.tpot_s * 1e3:g} ms "
-        "each in the mean, by the rate at which `sglang.bench_serving` sends questions about documents that are in the prefix tree. A "
+        f"Requests per second whose first token comes within {limits.ttft_s:g} s and whose others are {limits.tpot_s * 1e3:g} ms apart in "
+        "the mean, by the rate at which `sglang.bench_serving` sends questions about documents that are in the prefix tree; each rate lasts "
+        "24 s, and what ended a second is over the time until the last answer did. A "
         f"server's rates end where its goodput falls, or less than {goodput.ENOUGH:.0%} were within limits for the second time.",
         markdown(
             ("system", *goodput.HEADER),
@@ -26,7 +27,8 @@ def of_goodput(path: Path, directory: Path) -> Section:
     best, bounds = goodput.best_of(section.results, limits), {system: _bound(section, result) for system, *_, result in rows}
     told = (f"{system} {found:.2f} of at most {bounds[system]:.2f} ({found / bounds[system]:.2f})" for system, found in best.items())
     section.add(
-        "Best goodput, beside the rate at which the link or the device memory is busy with what the requests alone move, weights left out: "
+        "Best goodput, beside the rate at which the link or the device memory is busy with what the requests move if each reads its own "
+        "context, weights left out: "
         f"{'; '.join(told)}." + _cut_short(rows, best)
     )
     lines = {system: [(rate, point.goodput) for name, rate, point, _ in rows if name == system and point.goodput] for system in best}

@@ -18,7 +18,7 @@ class Aim:
     Args:
         found: the figure, None where it was not measured.
         least: whether ``aim`` is the least, or the most.
-        at_bound: the figure if a step of FreeKV's took no longer than its bytes take at least, and all else what it took.
+        at_bound: the figure if FreeKV's steps took as long as they must, and all else what it took.
     """
 
     what: str
