@@ -24,6 +24,7 @@ class Observer:
         self.pool: FreeKVPool = self.allocator.get_kvcache()
         self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
         self.rested: dict | None = None
+        self.drawing = torch.Generator()  # its own: on a CPU SGLang samples tokens by the common one
         self.next_export = self.next_check = self.next_sweep = 0.0
         reporter = scheduler.metrics_reporter
         self.exporter = None
@@ -74,7 +75,7 @@ class Observer:
         """Raise RuntimeError on the first broken invariant of a pool; what a canary finds is dealt with before."""
         self.pool.retrieval.complete_all_transfers()
         held = self.pool.held_pages(self.allocator)
-        pages = held[torch.randperm(len(held))[:CHECKED_PAGES]].to(self.pool.device)
+        pages = held[torch.randperm(len(held), generator=self.drawing)[:CHECKED_PAGES]].to(self.pool.device)
         self.pool.store.check_integrity(self.quarantine.sweep(pages) if self.quarantine else pages, self.pool.retrieval.policy)
 
 
