@@ -13,6 +13,7 @@ TYPES = {  # of the other parts of a request, which SGLang passes on as they com
     "stream": bool, "return_logprob": bool, "return_hidden_states": bool | Literal["last"], "return_text_in_logprobs": bool,
     "logprob_start_len": int, "top_logprobs_num": int, "token_ids_logprob": list[int], "priority": int, "rid": str, "extra_key": str,
     "lora_path": str, "custom_logit_processor": str, "session_params": dict,
+    "positional_embed_overrides": None,  # an object that no JSON makes
 }  # fmt: skip
 LEAST_INT = -(1 << 63)
 MOST_ANSWERS = 1024
@@ -23,11 +24,13 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
     """AFTER SGLang has validated a request: what would end the scheduler or the detokenizer, and all other requests with it.
 
     Raises:
-        ValueError: token ids outside the vocabulary, or parts of a request of a type or size that SGLang does not expect. SGLang
+        ValueError: no token ids, or some outside the vocabulary, or parts of a request of a type or size that SGLang does not expect. SGLang
             answers with status 400 and the message.
     """
     vocabulary = manager.model_config.vocab_size  # of what is answered; a model that answers in another than it reads has two
     known = max(vocabulary, getattr(manager.model_config.hf_text_config, "vocab_size", None) or 0)
+    if input_ids is not None and not len(input_ids) and not any(getattr(obj, name, None) for name in ("input_embeds", "session_params")):
+        raise ValueError("input_ids: found no token, expected at least one; send a prompt")
     if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
         wrong = min(input_ids) if min(input_ids) < 0 else max(input_ids)
         raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {known - 1}; check the tokenizer")
@@ -46,6 +49,8 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
                 raise ValueError(f"{name}: expected a number of 64 bits, found one of {number.bit_length()}")
     if not 0 <= (most := getattr(obj, "top_logprobs_num", None) or 0) <= vocabulary:
         raise ValueError(f"top_logprobs_num is {most}, expected 0 to the {vocabulary} tokens of the vocabulary")
+    if (start := getattr(obj, "logprob_start_len", None) or 0) < -1:
+        raise ValueError(f"logprob_start_len is {start}, expected a position in the prompt, or -1 for none of it")
     if wrong := [number for number in getattr(obj, "token_ids_logprob", None) or () if not 0 <= number < vocabulary]:
         raise ValueError(f"token_ids_logprob: token id {wrong[0]} is out of range, expected 0 to {vocabulary - 1}")
 

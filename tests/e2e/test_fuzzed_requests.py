@@ -130,6 +130,19 @@ def test_what_would_end_a_process_is_refused_by_name(server, changed, named):
     assert status == 400 and "return_hidden_states is '[False]': Expected" in text
 
 
+@pytest.mark.parametrize("changed, named", [
+    ({"input_ids": [[]]}, "input_ids: found no token"), ({"input_ids": [[5, 6], []]}, "input_ids: found no token"),
+    ({"return_logprob": True, "logprob_start_len": -9}, "logprob_start_len is -9"),
+    ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides is"),
+])  # fmt: skip
+def test_what_would_end_the_scheduler_is_refused_by_name(server, changed, named):
+    body = {"input_ids": list(range(5, 55)), "sampling_params": {"max_new_tokens": 4}} | changed
+    status, text = answer_to(server, "/generate", body)
+    assert server.is_alive() and status == 400 and named in text
+    known = {"return_logprob": True, "logprob_start_len": -1}
+    assert answer_to(server, "/generate", body | {name: None for name in changed} | {"input_ids": [5, 6, 7]} | known)[0] == 200
+
+
 ENDLESS = b'{"input_ids": [5], "sampling_params": {"max_new_tokens": 1e999}}'
 
 
