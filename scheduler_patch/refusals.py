@@ -29,6 +29,7 @@ OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 
 
 LEAST_PAGES = 4
+COUNTS = "context_length", "nnodes"  # SGLang takes any number for them, and dies of those below 1
 
 
 class Flag(NamedTuple):
@@ -164,6 +165,10 @@ RESOLVED_RULES = (
         lambda s, m, c: len(c.dense_layers) == m.num_attention_layers,
         "--freekv-dense-layers {dense}: expected at least one layer left to compress; name fewer, " + OFF,
     ),
+    Rule(
+        lambda s, m, c: s.device == "cpu" and s.tp_size > 1,
+        "--tp-size {s.tp_size}: SGLang 0.5.17 starts one rank only with --device cpu; leave it out, or use --device cuda",
+    ),
 )
 
 
@@ -177,6 +182,9 @@ def refuse_flags(asked: SimpleNamespace) -> None:
         value = getattr(asked, name)
         if value not in allowed:
             raise Refusal(f"{typed(name)}{'' if value is True else f' {value}'}: {otherwise}")
+    for name in COUNTS:
+        if (value := getattr(asked, name)) is not None and value < 1:
+            raise Refusal(f"{typed(name)} {value}: expected at least 1; leave it out")
 
 
 def refuse_model(model, method: str = "freekv") -> None:

@@ -102,15 +102,15 @@ class FreeKVConfig:
             raise Refusal(f"--kv-retrieval {self.method}: expected one of none, {', '.join(METHODS)}; use freekv")
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
-        for name, least in (("budget", 4), ("sink", 0), ("window", 2)):
+        edge = MOST_SLOTS // 4  # so that twice both fit
+        for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge)):
             tokens = getattr(self, f"{name}_tokens")
             if tokens < 0 or tokens % self.page_size:
-                nearest = max(least, _nearest(tokens, self.page_size)) * self.page_size
+                nearest = min(most, max(least, _nearest(tokens, self.page_size))) * self.page_size
                 raise Refusal(
                     f"--freekv-{name} {tokens}: expected a non-negative multiple of --page-size {self.page_size}; "
                     f"use --freekv-{name} {nearest}"
                 )
-        edge = MOST_SLOTS // 4  # so that twice both fit
         for name, tokens, most in (
             ("sink", self.sink_tokens, edge),
             ("window", self.window_tokens, edge),

@@ -89,7 +89,8 @@ def facts(tmp_path_factory):
         "engine, unknown option": engine(kv_retrieval="freekv", freekv_bugdet=1024),
         "engine, after a refusal": engine(attention_backend="torch_native"),
         "fields of a copy": engine(attention_backend="freekv"),
-        "tp": freekv("--tp-size", 2),
+        "cuda": freekv("--device", "cuda"),
+        "tp": freekv("--tp-size", 2, "--device", "cuda"),
         "dp": freekv("--dp-size", 2),
         "no device": {"argv": ["--model-path", str(NEEDLE_MODEL), "--kv-retrieval", "freekv"]},
     }
@@ -133,9 +134,9 @@ def test_defaults(outcomes):
     assert memory > 0
 
 
-@pytest.mark.parametrize("ranks", ["tp", "dp"])
-def test_ranks_share_the_host_memory(outcomes, ranks):
-    alone = outcomes[f"edges {()}"]["config"]["host_memory_gib"]
+@pytest.mark.parametrize("ranks, one", [("tp", "cuda"), ("dp", f"edges {()}")])
+def test_ranks_share_the_host_memory(outcomes, ranks, one):
+    alone = outcomes[one]["config"]["host_memory_gib"]
     assert outcomes[ranks]["config"]["host_memory_gib"] == pytest.approx(alone / 2, rel=0.4)
 
 

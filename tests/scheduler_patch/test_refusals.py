@@ -57,11 +57,16 @@ VALUES = {  # typed flags: how the refusal begins
     ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 128",
     ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
     ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
+    ("--tp-size", "2"): "--tp-size 2: SGLang 0.5.17 starts one rank only with --device cpu; leave it out, or use --device cuda",
+    ("--nnodes", "0"): "--nnodes 0: expected at least 1",
+    ("--context-length", "-5"): "--context-length -5: expected at least 1",
+    ("--freekv-budget", "99999999999999999999"): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 32; "
+    "use --freekv-budget 1048544",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
     ("--freekv-host-memory", "50000", "--tp-size", "2"): "--freekv-host-memory 50000: 2 rank(s) on this machine take 100000 GiB",
 }
 FINE = (  # what must stay possible
-    ("--tp-size", "2"),
+    ("--tp-size", "2", "--device", "cuda"),
     ("--dp-size", "2"),
     ("--disable-radix-cache",),
     ("--disable-cuda-graph",),
