@@ -72,20 +72,24 @@ def time_per_token(streams: list[Stream]) -> dict:
     return {"tpot_s": statistics.median(means), "fastest_s": min(means), "slowest_s": max(means), "window_tokens": min(counts)}
 
 
+def missed_of(totals: dict[str, int] | None) -> float:
+    """The share of the selected pages that was recalled, of what the server counted; none of stock SGLang's."""
+    return totals["pages_recalled"] / max(1, totals["hits"] + totals["pages_recalled"]) if totals else 0.0
+
+
 def achieved(setup: Setup, streams: list[Stream], retrieval_layers: int) -> dict:
     """Shares that the server counted, over the requests; None of stock SGLang."""
     counts = [stream.meta["freekv"] for stream in streams if stream.meta.get("freekv")]
     if not counts:
         return {}
     total = {name: sum(each[name] for each in counts) for name in counts[0]}
-    selected = total["hits"] + total["pages_recalled"]
     config = setup.config
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     unit_bytes = 2 * setup.page_size * head_dim * (4 if setup.device == "cpu" else 2)
     steps = max(1, total["decode_steps"])
     return {
         "corrected": total["heads_corrected"] / (steps * retrieval_layers * config["num_key_value_heads"]),
-        "missed": total["pages_recalled"] / max(1, selected),
+        "missed": missed_of(total),
         "recalled_bytes_per_step": total["pages_recalled"] * unit_bytes * len(streams) / steps,
         "meta_info": counts,
     }

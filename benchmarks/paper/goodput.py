@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
 
+from bench_decode import missed_of  # noqa: E402
 from bench_load import CORRECTED, DETAILS, MISSED, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on  # noqa: E402
 from clock import Clock  # noqa: E402
 from paper.capacity import request_bytes  # noqa: E402
@@ -93,11 +94,6 @@ class Questions:
 def tpots_of(line: dict) -> list[float]:
     """Mean seconds from one token to the next, by request, of what bench_serving wrote."""
     return [sum(gaps) / max(1, count - 1) for gaps, count in zip(line["itls"], line["output_lens"])]
-
-
-def missed_of(totals: dict[str, int] | None) -> float:
-    """The share of the selected pages that was recalled, of what the server counted; none of stock SGLang's."""
-    return totals["pages_recalled"] / max(1, totals["hits"] + totals["pages_recalled"]) if totals else 0.0
 
 
 def point_of(result: dict, limits: Limits) -> Point:

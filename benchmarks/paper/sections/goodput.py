@@ -14,10 +14,11 @@ def of_goodput(path: Path, directory: Path) -> Section:
     section = Section.of("Goodput under load", path, directory)
     limits = goodput.Limits(**next(iter(section.results.values()))["limits"])
     rows = goodput.rows_of(section.results, limits)
+    lasted = max(len(result["ttfts"]) / rate for _, rate, _, result in rows)
     section.add(
         f"Requests per second whose first token comes within {limits.ttft_s:g} s and whose others are {limits.tpot_s * 1e3:g} ms apart in "
         "the mean, by the rate at which `sglang.bench_serving` sends questions about documents that are in the prefix tree; each rate lasts "
-        "24 s, and what ended a second is over the time until the last answer did. A "
+        f"{lasted:.0f} s, and what ended a second is over the time until the last answer did. A "
         f"server's rates end where its goodput falls, or less than {goodput.ENOUGH:.0%} were within limits for the second time.",
         markdown(
             ("system", *goodput.HEADER),
