@@ -9,10 +9,10 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
-from sglang_freekv.digests import digests_of
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
+from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
 
 
@@ -62,19 +62,8 @@ def store_kv_apart(forward_batch) -> bool:
 
 
 def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:
-    config, model = configurator.server_args._freekv, configurator.model_config
-    ranks = get_parallel().attn_tp_size
     layers = configurator.layer_info.num_effective_layers
-    digest_shape = digests_of(config).shape(model.head_dim, configurator.kv_cache_dtype.itemsize)
-    return KVShape(
-        retrieval_layers=layers - len(config.dense_layers),
-        dense_layers=len(config.dense_layers),
-        kv_heads=model.get_num_kv_heads(ranks),
-        query_heads=model.num_attention_heads // ranks,
-        head_dim=model.head_dim,
-        digest_elements=int(torch.Size(digest_shape).numel()),
-        element_bytes=configurator.kv_cache_dtype.itemsize,
-    )
+    return kv_shape(configurator.model_config, configurator.server_args._freekv, layers, get_parallel().attn_tp_size)
 
 
 def _sizing(configurator: KVCacheConfigurator) -> Sizing:

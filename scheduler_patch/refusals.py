@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import floor
+from math import ceil, floor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.scheduler_patch.model_kv import kv_shape
 
 OFF = "or use --kv-retrieval none"
 ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
@@ -209,6 +211,7 @@ def refuse_resolved(server_args, config: FreeKVConfig) -> None:
     for rule in RESOLVED_RULES:
         if rule.applies(server_args, model, config):
             raise Refusal(rule.message.format(s=server_args, m=model, c=config, **words))
+    _refuse_small_pool(server_args, model, config)
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
@@ -222,6 +225,17 @@ def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -
         f"--freekv-host-memory {gib:g}: {ranks_on_node} rank(s) on this machine take {gib * ranks_on_node:g} GiB, expected "
         f"at most the {room.num_bytes / GIB:.2f} GiB that {room.bound} has left{advice}, or {room.remedy}"
     )
+
+
+def _refuse_small_pool(server_args, model, config: FreeKVConfig) -> None:
+    shape = kv_shape(model, config, model.num_attention_layers, server_args.tp_size)
+    least = LEAST_PAGES * config.page_size * Sizing(config, shape, model.context_len).host_bytes_per_token
+    if config.host_memory_gib * GIB < least:
+        gib = ceil(least / GIB * 10_000) / 10_000
+        raise Refusal(
+            f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
+            f"{config.page_size} of this model's KV; use {gib:g} or more"
+        )
 
 
 def typed(name: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from build_server_args import run
 from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
@@ -63,6 +64,8 @@ VALUES = {  # typed flags: how the refusal begins
     ("--freekv-budget", "99999999999999999999"): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 32; "
     "use --freekv-budget 1048544",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
+    ("--freekv-host-memory", "0.0004"): "--freekv-host-memory 0.0004: expected at least 0.0005 GiB, 4 pages of --page-size 32 of this "
+    "model's KV; use 0.0005 or more",
     ("--freekv-host-memory", "50000", "--tp-size", "2"): "--freekv-host-memory 50000: 2 rank(s) on this machine take 100000 GiB",
 }
 FINE = (  # what must stay possible
@@ -78,6 +81,7 @@ FINE = (  # what must stay possible
     ("--freekv-dense-layers", ALL_LAYERS[2:]),
     ("--freekv-dense-layers", "none"),
     ("--freekv-host-memory", "0.25"),
+    ("--freekv-host-memory", "0.0005"),
     ("--freekv-device-cache", "4096"),
     ("--freekv-recall", "copy-engine", "--freekv-host-layout", "nhd"),
 )
@@ -221,12 +225,13 @@ def test_what_sglang_insists_on():
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
-    model = SimpleNamespace(num_attention_layers=6, quantization=None)
+    heads = {"num_attention_layers": 6, "num_attention_heads": 8, "get_num_kv_heads": lambda ranks: 4 // ranks, "head_dim": 64}
+    model = SimpleNamespace(**heads, quantization=None, dtype=torch.bfloat16, context_len=4096)
     backends = ("freekv", "freekv")
 
     def refuse(backends=backends, **changes):
         methods = {"get_model_config": lambda: model, "get_attention_backends": lambda: backends}
-        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig("quest"))
+        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig("quest", host_memory_gib=1))
 
     refuse()
     insists = "--kv-retrieval quest: SGLang insists on the attention backends triton and freekv here; use --kv-retrieval none"

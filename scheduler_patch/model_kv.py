@@ -1,0 +1,24 @@
+"""The KV of one rank of a model, told by SGLang's ModelConfig."""
+
+from __future__ import annotations
+
+from math import prod
+
+from sglang.srt.configs.model_config import ModelConfig
+
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.digests import digests_of
+from sglang_freekv.memory_pool.sizing import KVShape
+
+
+def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) -> KVShape:
+    """Shape of the KV of one of ``ranks`` ranks, which has ``layers`` layers and KV in the model's dtype."""
+    return KVShape(
+        retrieval_layers=layers - len(config.dense_layers),
+        dense_layers=len(config.dense_layers),
+        kv_heads=model.get_num_kv_heads(ranks),
+        query_heads=model.num_attention_heads // ranks,
+        head_dim=model.head_dim,
+        digest_elements=prod(digests_of(config).shape(model.head_dim, model.dtype.itemsize)),
+        element_bytes=model.dtype.itemsize,
+    )
