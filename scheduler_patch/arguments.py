@@ -61,6 +61,7 @@ def init(original, self: ServerArgs, *args, **kwargs) -> None:
     if self.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
         refusals.refuse_model(self.get_model_config(), config.method)
         refusals.refuse_resolved(self, config)
+        refusals.refuse_small_pool(self, config)
     object.__setattr__(self, "_freekv", config)
 
 

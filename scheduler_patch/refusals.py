@@ -211,7 +211,6 @@ def refuse_resolved(server_args, config: FreeKVConfig) -> None:
     for rule in RESOLVED_RULES:
         if rule.applies(server_args, model, config):
             raise Refusal(rule.message.format(s=server_args, m=model, c=config, **words))
-    _refuse_small_pool(server_args, model, config)
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
@@ -227,7 +226,9 @@ def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -
     )
 
 
-def _refuse_small_pool(server_args, model, config: FreeKVConfig) -> None:
+def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
+    """Raises a Refusal if a rank's host memory holds too few pages of the model's KV."""
+    model = server_args.get_model_config()
     shape = kv_shape(model, config, model.num_attention_layers, server_args.tp_size)
     least = LEAST_PAGES * config.page_size * Sizing(config, shape, model.context_len).host_bytes_per_token
     if config.host_memory_gib * GIB < least:

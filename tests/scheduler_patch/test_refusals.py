@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from build_server_args import run
 from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
@@ -225,13 +224,12 @@ def test_what_sglang_insists_on():
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
-    heads = {"num_attention_layers": 6, "num_attention_heads": 8, "get_num_kv_heads": lambda ranks: 4 // ranks, "head_dim": 64}
-    model = SimpleNamespace(**heads, quantization=None, dtype=torch.bfloat16, context_len=4096)
+    model = SimpleNamespace(num_attention_layers=6, quantization=None)
     backends = ("freekv", "freekv")
 
     def refuse(backends=backends, **changes):
         methods = {"get_model_config": lambda: model, "get_attention_backends": lambda: backends}
-        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig("quest", host_memory_gib=1))
+        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig("quest"))
 
     refuse()
     insists = "--kv-retrieval quest: SGLang insists on the attention backends triton and freekv here; use --kv-retrieval none"
