@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_REQ_INPUT_LEN = 5  # its place in what get_worker_info returns
 SAMPLING_TYPES = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+SESSION = msgspec.defstruct(  # as it comes in JSON; SGLang's own is an array
+    "SessionParams", [(field.name, field.type, None) for field in msgspec.structs.fields(SessionParams)], forbid_unknown_fields=True
+)
 TYPES = {  # of the other parts of a request, which SGLang passes on as they come
     "stream": bool, "return_logprob": bool, "return_hidden_states": bool | Literal["last"], "return_text_in_logprobs": bool,
     "logprob_start_len": int, "top_logprobs_num": int, "token_ids_logprob": list[int], "priority": int, "rid": str, "extra_key": str,
-    "lora_path": str, "custom_logit_processor": str, "session_params": dict,
+    "lora_path": str, "custom_logit_processor": str, "session_params": SESSION,
     "positional_embed_overrides": None,  # an object that no JSON makes
 }  # fmt: skip
 LEAST_INT = -(1 << 63)
@@ -47,6 +51,9 @@ def refuse_bad_request(_, manager, obj, input_ids) -> None:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and not LEAST_INT <= number <= -LEAST_INT - 1:
                 raise ValueError(f"{name}: expected a number of 64 bits, found one of {number.bit_length()}")
+    session = getattr(obj, "session_params", None) or {}
+    if session.get("replace") and session.get("rid") is None:
+        raise ValueError("session_params: replace without rid ends SGLang 0.5.17; send the rid of the request to replace, or open a session")
     if not 0 <= (most := getattr(obj, "top_logprobs_num", None) or 0) <= vocabulary:
         raise ValueError(f"top_logprobs_num is {most}, expected 0 to the {vocabulary} tokens of the vocabulary")
     if (start := getattr(obj, "logprob_start_len", None) or 0) < -1:

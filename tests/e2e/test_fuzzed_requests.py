@@ -134,6 +134,9 @@ def test_what_would_end_a_process_is_refused_by_name(server, changed, named):
     ({"input_ids": [[]]}, "input_ids: found no token"), ({"input_ids": [[5, 6], []]}, "input_ids: found no token"),
     ({"return_logprob": True, "logprob_start_len": -9}, "logprob_start_len is -9"),
     ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides is"),
+    ({"session_params": {"id": ["a"]}}, "at `$.id`"), ({"session_params": {"id": "s", "rid": ["a"]}}, "at `$.rid`"),
+    ({"session_params": {"id": "s", "offset": 1.5}}, "at `$.offset`"), ({"session_params": {"bogus": 5}}, "unknown field `bogus`"),
+    ({"session_params": {"id": "s", "replace": True}}, "replace without rid"),
 ])  # fmt: skip
 def test_what_would_end_the_scheduler_is_refused_by_name(server, changed, named):
     body = {"input_ids": list(range(5, 55)), "sampling_params": {"max_new_tokens": 4}} | changed
@@ -141,6 +144,16 @@ def test_what_would_end_the_scheduler_is_refused_by_name(server, changed, named)
     assert server.is_alive() and status == 400 and named in text
     known = {"return_logprob": True, "logprob_start_len": -1}
     assert answer_to(server, "/generate", body | {name: None for name in changed} | {"input_ids": [5, 6, 7]} | known)[0] == 200
+
+
+def test_a_session_goes_on(server):
+    server.post("/open_session", {"capacity_of_str_len": 1000, "session_id": "s"})
+    for session in ({"id": "s"}, {"id": "s", "rid": "first"}, {"id": "s", "rid": "first", "replace": True, "offset": 40}):
+        body = {"input_ids": list(range(5, 55)), "sampling_params": {"max_new_tokens": 4}, "session_params": session}
+        body |= {"rid": "first"} if len(session) == 1 else {}
+        assert answer_to(server, "/generate", body)[0] == 200
+    server.open("/close_session", {"session_id": "s"}).close()
+    assert server.flush()["host_pages_used"] == 0
 
 
 ENDLESS = b'{"input_ids": [5], "sampling_params": {"max_new_tokens": 1e999}}'
