@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (  # a module imports from its own line and from those above
-    ("__init__", "config"),
+    ("__init__", "architectures", "config"),
     ("kernels", "batch", "metrics"),
     ("memory_pool",),
     ("digests", "policy", "retrieval"),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from oracle import Oracle, OracleSettings
 from serving import freekv
+from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 NEW_TOKENS, VOCABULARY = 16, 512
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
@@ -20,6 +22,11 @@ FAMILIES = {  # model type, query heads, kv heads, more
     "llama-8q-1kv": ("llama", 8, 1, {}),
     "qwen3-moe": ("qwen3_moe", 4, 2, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
 }
+
+
+def test_the_architectures_that_are_called_tested_are_these():
+    kinds = {kind for kind, *_ in FAMILIES.values()}
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in kinds} == TESTED_ARCHITECTURES
 
 
 def make_model(family: str, path) -> None:
