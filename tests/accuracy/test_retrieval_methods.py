@@ -55,13 +55,20 @@ FREEKV = {
 }
 ENTRIES = FREEKV | {
     "quest": Quest(),
+    "quest-page-8": Quest(page=8),
     "arkvale": ArkVale(),
+    "arkvale-narrow-page-8": ArkVale(page=8, sink=16, window=32),
     "shadowkv": ShadowKV(),
     "infinigen": InfiniGen(),
+    "infinigen-0.30": InfiniGen(columns=0.3),
     "clusterkv": ClusterKV(),
     "louiskv": LouisKV(),
 }
-COVERING = ENTRIES | {"shadowkv": ShadowKV(rank=10**6, rank_share=1.0), "infinigen": InfiniGen(alpha=math.inf)}
+COVERING = ENTRIES | {
+    "shadowkv": ShadowKV(rank=10**6, rank_share=1.0),
+    "infinigen": InfiniGen(alpha=math.inf),
+    "infinigen-0.30": InfiniGen(columns=0.3, alpha=math.inf),
+}
 
 
 def rotate(keys, positions):
