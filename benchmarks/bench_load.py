@@ -20,13 +20,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import profiles
 from report import Report, arguments, chosen, say, seconds_since_start, table
 from servers import BenchServer, running
 from setups import SHAPES, Setup, words
 
 SYSTEMS, SEED = ("stock", "freekv"), 1
 SHARED, SERIAL = "generated-shared-prefix", "serial"
-CORRECTED, MISSED = 0.13, 0.21  # what the replay emulates where weights are random
+CORRECTED, MISSED = profiles.CORRECTED[0.8], profiles.MISSED  # what the replay emulates where weights are random
 GROUPS, WARM_UP = 4, 4  # prefixes that are shared; requests of the warm-up
 FIGURES = ("duration", "request_throughput", "input_throughput", "output_throughput", "concurrency", "max_concurrent_requests")
 LATENCIES = tuple(f"{which}_{what}_ms" for what in ("ttft", "tpot", "itl") for which in ("mean", "median", "p90", "p95", "p99"))

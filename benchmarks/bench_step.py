@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from paper.decoder import Decoder, Shape
+from profiles import CORRECTED, MISSED
 from replay import Controls, drain, replayed
 from replay_load import Load
 from report import Report, arguments, chosen, say, summary, table
@@ -147,8 +148,8 @@ CASES = {
 
 def main() -> int:
     parser = arguments(__doc__, "bench_step", [f"{case}/{variant}" for case in CASES for variant in VARIANTS])
-    parser.add_argument("--corrected", type=float, default=0.13)
-    parser.add_argument("--missed", type=float, default=0.21)
+    parser.add_argument("--corrected", type=float, default=CORRECTED[0.8])
+    parser.add_argument("--missed", type=float, default=MISSED)
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
     parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+import profiles
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import Misses, Reads, reference
 
 CACHED_BYTES = 256 << 20  # several times an H200's L2: rotating among sets of so many bytes, none is in it
-MISSED = 0.21
-CORRECTED = 0.13
+MISSED = profiles.MISSED
+CORRECTED = profiles.CORRECTED[0.8]
 DTYPE = torch.bfloat16
 CHUNK_TOKENS = 8192
 

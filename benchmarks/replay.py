@@ -3,11 +3,12 @@
 The real kernels run, so that their cost is real; then what they decided is overwritten:
 
 - the correction flags, so that a share ``corrected`` of the kv heads turns. The heads of one layer and step drift together: their
-  probability is drawn from a Beta distribution for each (request, layer, step), as measured on DeepSeek-R1-Distill-Llama-8B;
+  probability is drawn from a Beta distribution for each (request, layer, step), with the concentration of ``profiles.json``. That
+  profile is of one model, DeepSeek-R1-Distill-Llama-8B, and every layer gets its mean over layers;
 - the logits of the pages, so that a share ``missed`` of the selected pages is new in each step. A page's score is a sum of three
   triangular waves of the step, with hashed phases and with hashed frequencies over eight octaves: some pages stay for long, others come and
   go. Of the pages that a step selects, the share that is selected 1, 4, 16 and 64 steps later is 0.79, 0.43, 0.21 and 0.08, for 32 of 1000
-  pages and ``missed`` = 0.21. That recency is an assumption; the two shares are measured figures.
+  pages and ``missed`` = 0.21. That recency is an assumption; the two shares are measured figures, from ``profiles.json``.
 
 Both follow a control file, so that one server serves several loads. Without a load the policy is FreeKV.
 """

@@ -11,14 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from profiles import CONCENTRATIONS
+
 THETAS = 4096
 GOLDEN, PACES, WAVES, WORD = 0x9E3779B9, 0x85EBCA6B, (1, 0x27D4EB2F, 0x165667B1), 0xFFFFFFFF
 SLOWER = 7  # a wave is slower by a factor of 1, 2, 4, .. 2 ** SLOWER
 MOST_SPEED = 43_000  # times a factor of up to 1.5 * 65536 still is a word
-
-# Share of the kv heads that turn -> concentration a + b of the Beta distribution. 0.59 (tau .9): Beta(.70, .49), the fit that the
-# measurement came with. 0.13 (tau .8): Beta(.22, 1.50), with which 37.2% of the layer-steps of 8 kv heads have a flag, as measured.
-CONCENTRATIONS = {0.13: 1.725, 0.59: 1.19}
 
 # Speed of the pages' fastest waves (in 1 / 65536 turns per step) at which a share of the selected pages is new in each step: rows by
 # candidates per selected page, columns by that share. ``calibrate`` prints it: bisection of a simulation with 32 selected pages.
@@ -73,7 +71,7 @@ def thetas_of(corrected: float) -> torch.Tensor:
         return torch.full((THETAS,), float(corrected))
     from scipy.stats import beta
 
-    (c0, s0), (c1, s1) = CONCENTRATIONS.items()
+    (c0, s0), (c1, s1) = sorted(CONCENTRATIONS.items())
     concentration = s0 + (min(max(corrected, c0), c1) - c0) * (s1 - s0) / (c1 - c0)
     middles = (torch.arange(THETAS, dtype=torch.float64) + 0.5) / THETAS
     quantiles = beta.ppf(middles.numpy(), corrected * concentration, (1 - corrected) * concentration)

@@ -191,6 +191,19 @@ def test_a_report_is_continued_and_survives_a_failure(tmp_path):
     assert "no such thing" in written["runs"][0]["failures"]["broken"]
 
 
+def test_the_replay_emulates_the_profile_that_is_committed():
+    import profiles
+
+    profile = profiles.PROFILES[profiles.EMULATED]
+    for tau, share in profiles.CORRECTED.items():
+        assert share == round(profile["corrected_kv_heads"][f"{tau:g}"], 2)
+    counts = profile["layer_steps_by_corrected_kv_heads_at_0.9"]
+    assert sum(heads * share for heads, share in enumerate(counts)) / 8 == pytest.approx(profile["corrected_kv_heads"]["0.9"], abs=0.002)
+    measured = tuple((int(tokens), share) for tokens, share in profile["missed_pages_by_context"].items())
+    assert profiles.MISSED == round(profile["missed_pages"], 2) and profiles.MISSED_BY_CONTEXT[2:] == measured
+    assert all(len(by_layer) == 29 for by_layer in profiles.PROFILES["smollm2-135m-instruct"]["corrected_by_layer"].values())
+
+
 def test_time_per_token_is_that_of_the_common_window():
     from bench_decode import is_steady, time_per_token
     from servers import Stream

@@ -307,6 +307,17 @@ def test_what_the_host_moves_is_measured_last():
     assert steps["long-both/b8/freekv/40960"] == ("long-both", 8, "freekv", 40960)
 
 
+def test_a_result_under_another_load_is_measured_again():
+    options = SimpleNamespace(batches=[8], force=False)
+    there = {"settings": {}, "corrected": 0.13, "missed": 0.21}
+    recalls = there | {"bytes": {"link": 1.0}}
+    keys = ["long-input/b8/window/32768", "long-input/b8/freekv/32768", "long-input/b8/arkvale/32768"]
+    now = dict(zip(("corrected", "missed"), latency.SCENARIOS["long-input"].load(32768)))
+    results = dict(zip(keys, (there | {"bytes": {"link": 0.0}}, recalls, recalls | now)))
+    _, steps = latency.left_of(options, lambda key: key in keys, results)
+    assert list(steps) == keys[1:2]
+
+
 def test_the_ablation_takes_pools_once_for_all_that_share_them(tmp_path):
     options = SimpleNamespace(budget=64, page_size=8, host_tokens=2048, repeats=1, batches=[1], contexts=[512], corrected=0.13, missed=0.21)
     vars(options).update(device="cpu", minutes=5, force=False, scale=1)

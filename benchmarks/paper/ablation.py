@@ -25,6 +25,7 @@ from paper.pools import Pools  # noqa: E402
 from paper.settings import add_settings, is_there, settings_of  # noqa: E402
 from paper.step import measured  # noqa: E402
 from clock import Clock  # noqa: E402
+from profiles import CORRECTED, MISSED  # noqa: E402
 from report import Report, arguments, chosen, say, table  # noqa: E402
 from sglang_freekv import kernels  # noqa: E402
 from sglang_freekv.config import FreeKVConfig  # noqa: E402
@@ -159,8 +160,8 @@ def main() -> int:
     parser = arguments(__doc__, "paper-ablation-SHAPE", names)
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--corrected", type=float, default=0.13, help="c: the share of kv heads whose query turns")
-    parser.add_argument("--missed", type=float, default=0.21, help="x: the share of the selected pages that the step before did not select")
+    parser.add_argument("--corrected", type=float, default=CORRECTED[0.8], help="c: the share of kv heads whose query turns")
+    parser.add_argument("--missed", type=float, default=MISSED, help="x: the share of the selected pages that the step before did not select")
     add_settings(parser, host_tokens=1 << 16)
     options = parser.parse_args()
     shape = TINY if options.shape == "tiny" else Shape.of(options.shape)

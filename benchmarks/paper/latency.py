@@ -137,13 +137,14 @@ def tables(report: Report) -> tuple[str, str]:
 def left_of(options, wanted, results: dict) -> tuple[dict[str, int], dict[str, tuple]]:
     """Prompts, and steps as scenario, batch, method and context, that are to be measured yet; by their keys."""
 
-    def left(cases: dict) -> dict:
-        return {key: case for key, case in cases.items() if wanted(key) and not is_there(results, key, settings_of(options), options.force)}
+    def is_left(key: str, load: tuple[float, float] | None = None) -> bool:
+        return wanted(key) and not is_there(results, key, settings_of(options), options.force, load)
 
     prompts = {f"{PREFILL}/{prompt}": prompt for prompt in sorted({scenario.prompt for scenario in SCENARIOS.values()})}
     cells = sorted(product(SCENARIOS, options.batches, METHODS), key=lambda cell: cell[2] in BY_HOST)
     steps = {f"{name}/b{batch}/{method}/{at}": (name, batch, method, at) for name, batch, method in cells for at in SCENARIOS[name].at}
-    return left(prompts), left(steps)
+    loads = {key: SCENARIOS[name].load(at) for key, (name, _, _, at) in steps.items()}
+    return {key: prompt for key, prompt in prompts.items() if is_left(key)}, {key: step for key, step in steps.items() if is_left(key, loads[key])}
 
 
 def prefill_seconds(decoder: Decoder, tokens: int, device: str) -> dict:

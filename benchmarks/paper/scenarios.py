@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MISSED = ((0, 0.0), (2048, 0.0), (3072, 0.09), (10240, 0.17), (16384, 0.23), (32768, 0.21))  # measured, by tokens of context
-CORRECTED = {0.8: 0.13, 0.9: 0.59}  # measured, by tau
+from profiles import CORRECTED, MISSED_BY_CONTEXT
+
 BATCHES = (1, 4, 8, 16)
 
 
@@ -27,7 +27,7 @@ class Scenario:
 
     def load(self, context: int) -> tuple[float, float]:
         """Shares c and x at so many tokens of context."""
-        return CORRECTED[self.tau], line(MISSED, context)
+        return CORRECTED[self.tau], line(MISSED_BY_CONTEXT, context)
 
     def decoding_seconds(self, steps: dict[int, float]) -> float:
         """All steps of an answer, of those that were timed, by context. The first token is the prefill's."""

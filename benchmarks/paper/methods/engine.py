@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from paper.method import Traffic, Work
 
+from profiles import CORRECTED
 from replay import Controls, Replay, replayed
 from replay_load import Load
 from sglang_freekv import kernels
@@ -13,7 +14,7 @@ from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.retrieval import Recall, Retrieval
 
 
-TRIGGERED = {0.13: 1 / 5, 0.59: 1 / 16}  # by FreeKV's share of kv heads under the same load
+TRIGGERED = {CORRECTED[0.8]: 1 / 5, CORRECTED[0.9]: 1 / 16}  # by FreeKV's share of kv heads under the same load
 
 
 class OnTrigger(Retrieval):
