@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+WRITTEN = "benchmarks/results", "docs"  # by benchmarks themselves, which makes no code another
 PACKAGES = ("triton", "sglang", "flashinfer-python", "sglang-freekv")
 
 
@@ -30,7 +32,7 @@ def environment() -> dict:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
-        "commit": os.environ.get("COMMIT") or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+        **code_of(ROOT, os.environ.get("COMMIT")),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cores": os.cpu_count(),
@@ -38,6 +40,27 @@ def environment() -> dict:
         "torch": torch.__version__,
         **{name: _version(name) for name in PACKAGES},
     }
+
+
+def code_of(root: Path, named: str | None) -> dict:
+    """The commit that a result is of, and whether the code that ran differs from it; ``dirty`` is None where nothing can tell.
+
+    Args:
+        named: the commit by the environment's ``COMMIT``, for a copy of the code without its repository.
+
+    Raises:
+        ValueError: ``named`` is no commit.
+    """
+    if named and not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", named):
+        raise ValueError(f"COMMIT={named}: expected 7 to 40 hexadecimal digits, as `git describe --always --dirty --exclude '*'` gives them")
+    commit, _, marked = (named or "").partition("-")
+    git = "git", "-C", str(root)
+    if _output(*git, "rev-parse", "--show-toplevel") != str(root):
+        return {"commit": commit or None, "dirty": True if marked else None}
+    commit = commit or _output(*git, "rev-parse", "--short=12", "HEAD")
+    code = "--", ".", *(f":(exclude){written}" for written in WRITTEN)
+    same = _succeeds(*git, "diff", "--quiet", commit, *code) and not _output(*git, "ls-files", "--others", "--exclude-standard", *code)
+    return {"commit": commit, "dirty": bool(marked) or not same}
 
 
 def _command() -> str:
@@ -56,6 +79,10 @@ def _output(*command: str) -> str | None:
         return None
 
 
+def _succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -72,7 +99,9 @@ def summary(samples: Iterable[float]) -> dict[str, float]:
 class Report:
     """The results of one benchmark, in ``DIRECTORY/NAME.json``: a file from an earlier run is continued, measurement by measurement.
 
-    Every result carries the number of the run that made it; ``runs`` has that run's environment.
+    Every result carries the number of the run that made it; ``runs`` has that run's environment. No result of an earlier run is lost:
+    what is measured again takes its place in ``results``, and the earlier one is appended to ``superseded[key]``. Within a run the last
+    result of a key counts.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -80,12 +109,18 @@ class Report:
         directory.mkdir(parents=True, exist_ok=True)
         earlier = json.loads(self.path.read_text()) if self.path.exists() else {"runs": [], "results": {}}
         self.runs, self.results = [*earlier["runs"], environment()], earlier["results"]
+        self.superseded: dict[str, list[dict]] = earlier.get("superseded", {})
         self.failures: list[str] = []
         self._lock = threading.Lock()
 
     def add(self, key: str, result: dict) -> None:
-        """Record one measurement and write the file."""
-        self.results[key] = result | {"run": len(self.runs) - 1}
+        """Record one measurement and write the file; an earlier run's is kept beside it, and that is told."""
+        number, before = len(self.runs) - 1, self.results.get(key)
+        if before is not None and before["run"] != number:
+            self.superseded.setdefault(key, []).append(before)
+            commit = self.runs[before["run"]].get("commit")
+            say(f"{key}: the result of run {before['run']}, commit {commit}, is replaced, and kept as superseded")
+        self.results[key] = result | {"run": number}
         self._write()
 
     def note(self, **facts) -> None:
@@ -96,7 +131,8 @@ class Report:
     def _write(self) -> None:
         with self._lock:
             part = self.path.with_suffix(".part")
-            part.write_text(json.dumps({"runs": self.runs, "results": self.results}, indent=1, default=str) + "\n")
+            written = {"runs": self.runs, "results": self.results} | ({"superseded": self.superseded} if self.superseded else {})
+            part.write_text(json.dumps(written, indent=1, default=str) + "\n")
             os.replace(part, self.path)
 
     @contextmanager

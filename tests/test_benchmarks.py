@@ -191,6 +191,49 @@ def test_a_report_is_continued_and_survives_a_failure(tmp_path):
     assert "no such thing" in written["runs"][0]["failures"]["broken"]
 
 
+def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
+    from report import Report
+
+    for value in (1, 2, 3):
+        report = Report("demo", tmp_path)
+        report.add("again", {"value": 0})  # within a run the last one counts
+        report.add("again", {"value": value})
+        told = capsys.readouterr().out
+        assert ("again: the result of run" in told) == (value > 1) and f"run {value - 2}, " in told or value == 1
+    written = json.loads(report.path.read_text())
+    assert written["results"]["again"] == {"value": 3, "run": 2}
+    assert written["superseded"] == {"again": [{"value": 1, "run": 0}, {"value": 2, "run": 1}]}
+
+
+def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
+    import subprocess
+
+    from report import code_of
+
+    def git(*words: str) -> str:
+        who = "-c", "user.name=x", "-c", "user.email=x"
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    assert code_of(tmp_path, None) == {"commit": None, "dirty": None} and code_of(tmp_path, "7e4b136") == {"commit": "7e4b136", "dirty": None}
+    assert code_of(tmp_path, "7e4b136-dirty") == {"commit": "7e4b136", "dirty": True}
+    with pytest.raises(ValueError, match="COMMIT=HEAD: expected 7 to 40 hexadecimal digits"):
+        code_of(tmp_path, "HEAD")
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("a")
+    git("add", "."), git("commit", "-qm", "first")
+    first = git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "new.json").touch()  # what benchmarks write makes no code another
+    assert code_of(tmp_path, None) == code_of(tmp_path, first) == {"commit": first, "dirty": False}
+    (tmp_path / "new.py").touch()
+    assert code_of(tmp_path, None)["dirty"]
+    git("add", "."), git("commit", "-qm", "second")
+    assert code_of(tmp_path, first) == {"commit": first, "dirty": True} and not code_of(tmp_path, None)["dirty"]
+    assert code_of(tmp_path, "1234567") == {"commit": "1234567", "dirty": True}
+    (tmp_path / "code.py").write_text("b")
+    assert code_of(tmp_path, None)["dirty"]
+
+
 def test_the_replay_emulates_the_profile_that_is_committed():
     import profiles
 

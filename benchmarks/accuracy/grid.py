@@ -134,4 +134,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=int, default=32, help="tokens of a page")
     parser.add_argument("--dense-layers", type=int, default=1, help="first layers that attend to everything")
     parser.add_argument("--name", default="accuracy", help="results are NAME-offline.json and NAME-server.json; tables NAME.md")
-    parser.add_argument("--force", action="store_true", help="measure again what is there")
+    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")

@@ -203,7 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
     parser.add_argument("--part-seconds", type=float, default=300, help="most seconds for the requests of one cell")
     parser.add_argument("--dry-run", action="store_true", help="the needle model on a CPU, contexts a sixteenth, few tokens")
-    parser.add_argument("--force", action="store_true", help="measure what is there already")
+    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
     parser.add_argument("--tables", action="store_true", help="measure nothing; print the tables of the results in --out")
     options = parser.parse_args()
     options = argparse.Namespace(**((DRY if options.dry_run else FULL) | vars(options)))

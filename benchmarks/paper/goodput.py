@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
     parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
     parser.add_argument("--part-seconds", type=float, default=300, help="most seconds of one rate")
-    parser.add_argument("--force", action="store_true", help="measure what is there already")
+    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
     parser.add_argument("--tables", action="store_true", help="measure nothing; print the table of the results in --out")
     options = parser.parse_args()
     if options.requests < options.groups:
