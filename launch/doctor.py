@@ -59,7 +59,7 @@ def plan_of(options: argparse.Namespace, machine: Machine) -> Plan | Finding:
     if sys.stderr.isatty():
         print("importing SGLang, which takes some seconds", file=sys.stderr, flush=True)
     with quiet():
-        from sglang_freekv.scheduler_patch.options import Options, config_from
+        from sglang_freekv.options import Options, config_from
     flags = {name: value for name, value in vars(options).items() if name.startswith("freekv_")}
     asked = Options(kv_retrieval="freekv", **flags)
     config = config_from(asked, options.page_size or DEFAULT_PAGE_SIZE)

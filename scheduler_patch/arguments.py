@@ -12,11 +12,10 @@ from typing import Any
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options, config_from, whole_tokens
 from sglang_freekv.scheduler_patch import cpu, refusals
-from sglang_freekv.scheduler_patch.options import ABOUT, FLAGS, NAMES, Options, config_from, whole_tokens
-from sglang_freekv.scheduler_patch.refusals import typed
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
-from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
@@ -237,11 +237,6 @@ def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
             f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
             f"{config.page_size} of this model's KV; use {gib:g} or more"
         )
-
-
-def typed(name: str) -> str:
-    """An option as it is typed on the command line."""
-    return "--" + name.replace("_", "-")
 
 
 def _fp8_checkpoint(model) -> bool:

@@ -42,6 +42,11 @@ class Refusal(ValueError):
         super().__init__(" ".join(message.split()))  # a value that is repeated in it may be of several lines
 
 
+def typed(name: str) -> str:
+    """An option as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 class PageBudget(NamedTuple):
     """How the pages that one decode step attends to divide."""
 

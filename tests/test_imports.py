@@ -14,7 +14,7 @@ LAYERS = (  # a module imports from its own line and from those above
     ("__init__", "architectures", "config"),
     ("kernels", "batch", "metrics"),
     ("memory_pool",),
-    ("digests", "policy", "retrieval"),
+    ("digests", "options", "policy", "retrieval"),
     ("kv_pool",),
     ("backend",),
     ("scheduler_patch",),

@@ -23,10 +23,10 @@ from sglang_freekv.config import (
     RECALLS,
     FreeKVConfig,
     Refusal,
+    typed,
 )
+from sglang_freekv.options import NAMES, Options, config_from
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
-from sglang_freekv.scheduler_patch.options import NAMES, Options, config_from
-from sglang_freekv.scheduler_patch.refusals import typed
 
 whole = st.integers(-64, 9000) | st.integers(-4, 300).map(lambda pages: pages * DEFAULT_PAGE_SIZE) | st.integers()
 words = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=6)

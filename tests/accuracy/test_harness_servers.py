@@ -16,8 +16,8 @@ import run  # noqa: E402
 import serve  # noqa: E402
 from methods.full import Full  # noqa: E402
 
+from sglang_freekv.options import NAMES, Options, config_from  # noqa: E402
 from sglang_freekv.policy import POLICIES  # noqa: E402
-from sglang_freekv.scheduler_patch.options import NAMES, Options, config_from  # noqa: E402
 
 ASKED = ["--tasks", "magic-number", "code-word", "--lengths", "360", "--budgets", "160", "192", "--prompts", "3"]
 COUNTS = {"context_pages": 12, "attended_pages": 5, "hits": 30, "pages_recalled": 10, "heads_corrected": 8, "decode_steps": 2}

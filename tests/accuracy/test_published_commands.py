@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.scheduler_patch.options import FLAGS
+from sglang_freekv.options import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "accuracy" / "published"

@@ -15,9 +15,9 @@ from sglang_freekv.config import (
     RECALLS,
     FreeKVConfig,
     Refusal,
+    typed,
 )
 from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.scheduler_patch.refusals import typed
 
 DEFAULTS = FreeKVConfig()
 
