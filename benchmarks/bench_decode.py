@@ -74,11 +74,15 @@ def time_per_token(streams: list[Stream]) -> dict:
 
 
 def missed_of(totals: dict[str, int] | None) -> float:
-    """The share of the selected pages that was recalled, of what the server counted; none of stock SGLang's."""
-    return totals["pages_recalled"] / max(1, totals["hits"] + totals["pages_recalled"]) if totals else 0.0
+    """The share of the selected units that was recalled, of what the server counted; 0 for stock SGLang."""
+    if not totals:
+        return 0.0
+    if "hits" in totals:  # results of servers that counted under other names
+        return totals["pages_recalled"] / max(1, totals["hits"] + totals["pages_recalled"])
+    return totals["recalled_units"] / max(1, totals["selected_units"])
 
 
-def achieved(setup: Setup, streams: list[Stream], retrieval_layers: int) -> dict:
+def achieved(setup: Setup, streams: list[Stream]) -> dict:
     """Shares that the server counted, over the requests; None of stock SGLang."""
     counts = [stream.meta["freekv"] for stream in streams if stream.meta.get("freekv")]
     if not counts:
@@ -89,9 +93,9 @@ def achieved(setup: Setup, streams: list[Stream], retrieval_layers: int) -> dict
     unit_bytes = 2 * setup.page_size * head_dim * (4 if setup.device == "cpu" else 2)
     steps = max(1, total["decode_steps"])
     return {
-        "corrected": total["heads_corrected"] / (steps * retrieval_layers * config["num_key_value_heads"]),
+        "corrected": total["corrections"] / max(1, total["correction_decisions"]),
         "missed": missed_of(total),
-        "recalled_bytes_per_step": total["pages_recalled"] * unit_bytes * len(streams) / steps,
+        "recalled_bytes_per_step": total["recalled_units"] * unit_bytes * len(streams) / steps,
         "meta_info": counts,
     }
 
@@ -109,11 +113,10 @@ def measure(
     prompts = prompts_of(setup, case.context, case.batch)
     server.set_load(setup.load(case.corrected, case.missed, case.context // setup.scale))
     server.stream_all(prompts, SETTLE_TOKENS, deadline_s)
-    layers = (server.facts()["freekv"] or {}).get("retrieval_layers", 0)
     passes, left_out = [], []
     while len(passes) < repeats:
         streams = server.stream_all(prompts, tokens, deadline_s, interval)
-        found = time_per_token(streams) | achieved(setup, streams, layers)
+        found = time_per_token(streams) | achieved(setup, streams)
         if setup.device == "cuda" and not is_steady(found):
             left_out.append(found)
             say(f"{key}: left out, requests took {found['fastest_s'] * 1e3:.2f} to {found['slowest_s'] * 1e3:.2f} ms per token")

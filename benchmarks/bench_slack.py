@@ -44,11 +44,11 @@ def ask(server: BenchServer, prompts: list, new_tokens: int, to_the_end: bool) -
     Args:
         to_the_end: go on behind an answer, up to ``new_tokens``.
     """
-    layers, answers = server.facts()["freekv"]["retrieval_layers"], []
+    answers = []
     for start in range(0, len(prompts), 8):
         batch = [list(prompt.token_ids) for prompt in prompts[start : start + 8]]
         answers += server.stream_all(batch, new_tokens, REQUEST_DEADLINE_S, interval=16, ignore_eos=to_the_end)
-    counted = achieved(server.setup, answers, layers)
+    counted = achieved(server.setup, answers)
     counted["recalled_bytes_per_token"] = counted["recalled_bytes_per_step"] / len(answers)
     del counted["recalled_bytes_per_step"]
     return counted, [prompt.is_answered_by(answer.output_ids) for prompt, answer in zip(prompts, answers)]

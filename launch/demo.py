@@ -63,9 +63,9 @@ def describe(reply: dict) -> list[str]:
         *lines,
         f"{counts['context_pages']} pages in the context, {counts['attended_pages']} attended to by each kv head in each of "
         f"{counts['decode_steps']} decode steps",
-        f"{counts['pages_recalled']} pages recalled from host memory, {counts['hits']} selected pages already on the device "
-        "(counted per kv head and layer)",
-        f"{counts['heads_corrected']} kv heads corrected",
+        f"{counts['selected_units']} pages selected (counted per kv head and layer), {counts['recalled_units']} of them recalled from host "
+        "memory",
+        f"{counts['corrections']} of {counts['correction_decisions']} kv heads corrected (counted per layer and step)",
     ]
 
 

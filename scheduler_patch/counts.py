@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.managers.utils import _async_d2h
 
-from sglang_freekv.metrics import RequestCounts
+from sglang_freekv.counts import RequestCounts
 
 KEY = "freekv"
 
@@ -46,7 +46,7 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     pool = processor.token_to_kv_pool_allocator.get_kvcache()
     if req.customized_info is None:
         req.customized_info = {}
-    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total))
+    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total, pool.heads))
     if isinstance(step.rows, torch.Tensor):  # once a step: without the overlap schedule they are still on the device
         step.rows = step.rows.tolist()
     pool.totals.add(counts.update(tuple(step.rows[i]), req.seqlen, step.decoded))

@@ -7,7 +7,7 @@ import time
 import torch
 
 from sglang_freekv.kv_pool import FreeKVPool
-from sglang_freekv.metrics import Exporter
+from sglang_freekv.metrics import POOLS, Exporter
 from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
 EXPORT_INTERVAL_S = SWEEP_INTERVAL_S = 1.0
@@ -29,7 +29,7 @@ class Observer:
         reporter = scheduler.metrics_reporter
         self.exporter = None
         if reporter.enable_metrics:
-            self.exporter = Exporter(reporter.metrics_collector.labels, self.pool.store.host.unit_bytes)
+            self.exporter = Exporter(reporter.metrics_collector.labels)
 
     def host_pages(self) -> tuple[int, int]:
         """Host pages held by requests and the radix tree, and all."""
@@ -47,11 +47,26 @@ class Observer:
             "totals": self.pool.totals.as_dict(),
         }
 
+    def metrics(self) -> dict[str, float | dict[str, int]]:
+        """What each of ``METRICS`` has come to."""
+        state, built = self.state(), self.pool.describe()
+        totals = state.pop("totals")
+        totals |= {
+            "recalled_bytes": totals["recalled_units"] * self.pool.store.host.unit_bytes,
+            "recall_seconds": 0,
+            "recall_wait_seconds": 0,
+            "sampled_steps": 0,
+            "canary_faults": self.quarantine.faults if self.quarantine else 0,
+        }
+        bytes_of = {"host": "host_bytes", "digests": "digest_bytes", "dense_layers": "dense_bytes"}
+        pool_bytes = {pool: built[bytes_of.get(pool, f"{pool}_bytes")] for pool in POOLS}
+        return {f"{name}_total": value for name, value in totals.items()} | state | {"pool_bytes": pool_bytes}
+
     def export(self) -> None:
         """Bring /metrics up to date, at most once per interval."""
         if self.exporter is not None and time.monotonic() >= self.next_export:
             self.next_export = time.monotonic() + EXPORT_INTERVAL_S
-            self.exporter.export(self.pool.totals, *self.host_pages(), self.quarantine.faults if self.quarantine else 0)
+            self.exporter.export(self.metrics())
 
     def rest(self) -> None:
         """After a spell of work: check the pools, unless that was just done, and leave /metrics up to date. With a full canary sweep

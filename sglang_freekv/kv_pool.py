@@ -9,12 +9,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.counts import RetrievalCounts
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import make_stream
-from sglang_freekv.metrics import RetrievalCounts
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.retrieval import Retrieval
 
@@ -39,6 +39,7 @@ class FreeKVPool(MHATokenToKVPool):
         num_layers = shape.retrieval_layers + shape.dense_layers
         retrieval_layers = [layer for layer in range(num_layers) if layer not in config.dense_layers]
         self.retrieval_index = {layer: index for index, layer in enumerate(retrieval_layers)}
+        self.heads = len(retrieval_layers) * shape.kv_heads  # that a decode step asks whether their query has turned
         self.totals = RetrievalCounts()
         super().__init__(
             size=size,

@@ -1,114 +1,106 @@
-"""What retrieval did: counts of a request and of the engine."""
+"""The metrics of FreeKV in SGLang's own ``/metrics``.
+
+Every rank shows its own, with SGLang's label ``tp_rank``. Ranks share the kv heads: units, kv heads and bytes may be summed over ranks.
+Steps, pages and rows are the same on all of them, and must not be.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from typing import NamedTuple
+
+PREFIX = "sglang:freekv_"
+POOLS = ("host", "digests", "device_cache", "dense_layers", "staging")
 
 
-@dataclass
-class RetrievalCounts:
-    """Counts over all retrieval layers and the kv heads of one rank.
-
-    Args:
-        hits: (page, kv head) units selected that were resident in the device cache.
-        pages_recalled: units selected that were not, and were copied from the host: the misses.
-        heads_corrected: kv heads whose query turned, so that they selected and recalled before attention.
-        decode_steps: tokens decoded.
-    """
-
-    hits: int = 0
-    pages_recalled: int = 0
-    heads_corrected: int = 0
-    decode_steps: int = 0
-
-    def add(self, other: RetrievalCounts) -> None:
-        for field in fields(RetrievalCounts):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-
-class RequestCounts:
-    """One request's counts, in the place where SGLang keeps a list with one item per output token.
-
-    SGLang slices that list for every message it streams; a slice of this is the running total.
+class Metric(NamedTuple):
+    """One metric as Prometheus shows it.
 
     Args:
-        page_size, budget_pages: to tell how many pages the request has and attends to.
+        name: in full.
+        kind: ``counter`` or ``gauge``.
+        unit: what the number counts.
+        text: its HELP line.
+        labels: besides SGLang's own.
     """
 
-    def __init__(self, page_size: int, budget_pages: int) -> None:
-        self.page_size, self.budget_pages = page_size, budget_pages
-        self.counts = RetrievalCounts()
-        self.context_pages = 0
-        self._seen = (0, 0, 0)
+    name: str
+    kind: str
+    unit: str
+    text: str
+    labels: tuple[str, ...] = ()
 
-    def update(self, row_counts: tuple[int, int, int], seq_len: int, decoded: bool) -> RetrievalCounts:
-        """Account for one forward pass.
 
-        Args:
-            row_counts: hits, recalled, corrected of the request's row since its last extend.
-            seq_len: tokens of context.
-            decoded: the pass was a decode step; an extend starts the row's counts afresh.
-
-        Returns:
-            What this pass added.
-        """
-        seen = self._seen if decoded else (0, 0, 0)
-        added = RetrievalCounts(*(now - before for now, before in zip(row_counts, seen)), decode_steps=int(decoded))
-        self._seen, self.context_pages = row_counts, -(-seq_len // self.page_size)
-        self.counts.add(added)
-        return added
-
-    def __getitem__(self, tokens: slice) -> list[dict[str, int]]:
-        if not isinstance(tokens, slice):
-            raise TypeError(f"expected a slice of tokens, found {tokens!r}")
-        attended = min(self.context_pages, self.budget_pages)
-        return [{"context_pages": self.context_pages, "attended_pages": attended, **self.counts.as_dict()}]
+METRICS = (
+    Metric("sglang:freekv_decode_steps_total", "counter", "steps", "Decode steps, counted for each request: the tokens that were decoded."),
+    Metric(
+        "sglang:freekv_correction_decisions_total", "counter", "kv heads",
+        "KV heads of a layer whose query a decode step compared with the step before.",
+    ),
+    Metric(
+        "sglang:freekv_corrections_total", "counter", "kv heads",
+        "KV heads of a layer that were corrected: they selected and recalled before attention.",
+    ),
+    Metric("sglang:freekv_selected_units_total", "counter", "units", "Units selected. A unit is one (page, kv head) of one layer."),
+    Metric(
+        "sglang:freekv_recalled_units_total", "counter", "units",
+        "Units selected that were not on the device, and were copied from host memory.",
+    ),
+    Metric("sglang:freekv_recalled_bytes_total", "counter", "bytes", "Bytes that recall copied from host memory to the device."),
+    Metric(
+        "sglang:freekv_recall_seconds_total", "counter", "seconds",
+        "Seconds that recall took in the sampled steps, summed over layers. 0 without --freekv-recall-timing.",
+    ),
+    Metric(
+        "sglang:freekv_recall_wait_seconds_total", "counter", "seconds",
+        "Seconds of those that the computation waited. The rest ran beside it.",
+    ),
+    Metric("sglang:freekv_sampled_steps_total", "counter", "steps", "Decode steps of a batch in which recall was timed."),
+    Metric("sglang:freekv_canary_faults_total", "counter", "units", "Units that changed in host memory. 0 without --freekv-canary."),
+    Metric("sglang:freekv_host_pages_used", "gauge", "pages", "Host pages held by requests and by the prefix cache."),
+    Metric("sglang:freekv_host_pages_total", "gauge", "pages", "Host pages in all."),
+    Metric("sglang:freekv_rows_used", "gauge", "rows", "Rows taken. A row is a running request's place on the device."),
+    Metric("sglang:freekv_rows_total", "gauge", "rows", "Rows in all."),
+    Metric("sglang:freekv_pool_bytes", "gauge", "bytes", f"Bytes of each pool of this rank: {', '.join(POOLS)}.", ("pool",)),
+)  # fmt: skip
 
 
 class Exporter:
-    """Prometheus form of the totals, in SGLang's own ``/metrics``.
+    """Sets the metrics of one scheduler.
 
     Args:
         labels: SGLang's labels of the scheduler.
-        unit_bytes: bytes of one recalled (page, kv head).
     """
 
-    def __init__(self, labels: dict[str, str], unit_bytes: int) -> None:
+    def __init__(self, labels: Mapping[str, str]) -> None:
         from prometheus_client import Counter, Gauge  # after SGLang has set PROMETHEUS_MULTIPROC_DIR
 
-        def counter(name: str, text: str):
-            return Counter(f"sglang:freekv_{name}", text, labelnames=labels.keys()).labels(**labels)
+        def show(metric: Metric) -> Counter | Gauge:
+            names = (*labels, *metric.labels)
+            if metric.kind == "counter":
+                return Counter(metric.name, metric.text, names)
+            return Gauge(metric.name, metric.text, names, multiprocess_mode="mostrecent")
 
-        def gauge(name: str, text: str):
-            return Gauge(f"sglang:freekv_{name}", text, labelnames=labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
+        self.labels = labels
+        self.shown = {metric.name: show(metric) for metric in METRICS}
+        self.exported: dict[str, float] = {}
 
-        self.unit_bytes = unit_bytes
-        self.exported = RetrievalCounts()
-        self.hits = counter("device_cache_hits", "Selected (page, kv head) units that were resident on the device.")
-        self.misses = counter("device_cache_misses", "Selected (page, kv head) units that were not.")
-        self.recalled = counter("pages_recalled", "(Page, kv head) units copied from host to device.")
-        self.bytes = counter("recall_bytes", "Bytes copied from host to device by recall.")
-        self.corrected = counter("corrected_heads", "KV heads that selected and recalled before attention.")
-        self.steps = counter("decode_steps", "Tokens decoded.")
-        self.faults = counter("canary_faults", "(Page, kv head) units that changed in host memory.")
-        self.faults_exported = 0
-        self.pages_used = gauge("host_pages_used", "Host pages held by requests and by the radix tree.")
-        self.pages_total = gauge("host_pages_total", "Host pages.")
+    def export(self, values: Mapping[str, float | Mapping[str, float]]) -> None:
+        """Bring all of them up to date.
 
-    def export(self, totals: RetrievalCounts, pages_used: int, pages_total: int, faults: int) -> None:
-        done = self.exported
-        recalled = totals.pages_recalled - done.pages_recalled
-        self.hits.inc(totals.hits - done.hits)
-        self.misses.inc(recalled)
-        self.recalled.inc(recalled)
-        self.bytes.inc(recalled * self.unit_bytes)
-        self.corrected.inc(totals.heads_corrected - done.heads_corrected)
-        self.steps.inc(totals.decode_steps - done.decode_steps)
-        self.faults.inc(faults - self.faults_exported)
-        self.faults_exported = faults
-        self.pages_used.set(pages_used)
-        self.pages_total.set(pages_total)
-        self.exported = RetrievalCounts(**totals.as_dict())
+        Args:
+            values: what each metric has come to, by its name without ``PREFIX``; for ``pool_bytes`` by pool.
+
+        Raises:
+            KeyError: a value is missing.
+        """
+        for metric in METRICS:
+            value, shown = values[metric.name.removeprefix(PREFIX)], self.shown[metric.name]
+            if metric.kind == "counter":
+                shown.labels(**self.labels).inc(value - self.exported.get(metric.name, 0))
+                self.exported[metric.name] = value
+            elif metric.labels:
+                for pool, num_bytes in value.items():
+                    shown.labels(**self.labels, pool=pool).set(num_bytes)
+            else:
+                shown.labels(**self.labels).set(value)

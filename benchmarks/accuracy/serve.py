@@ -111,8 +111,8 @@ def counted(answers: list[dict], page: int, retrieval_layers: int, kv_heads: int
     head_steps = max(1, total["decode_steps"]) * retrieval_layers * kv_heads
     mean = {
         "attended": total["attended_pages"] * page / len(counts),
-        "fetched": total["pages_recalled"] * page / head_steps,
-        "corrected": total["heads_corrected"] / head_steps,
+        "fetched": total["recalled_units"] * page / head_steps,
+        "corrected": total["corrections"] / head_steps,
     }
     return {"mean": {name: round(value, 5) for name, value in mean.items()}, "counts": total}
 

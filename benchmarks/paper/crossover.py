@@ -77,7 +77,7 @@ def measure(server: BenchServer, cell: Cell, facts: dict, tokens: int, interval:
     log_begins = len(server.logged())
     streams = server.stream_all(prompts, tokens, deadline_s, interval)
     figures = figures_of(streams)
-    shares = achieved(setup, streams, (facts["freekv"] or {}).get("retrieval_layers", 0))
+    shares = achieved(setup, streams)
     return {
         "cell": cell._asdict(),
         "scale": setup.scale,

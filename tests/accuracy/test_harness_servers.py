@@ -20,7 +20,7 @@ from sglang_freekv.options import NAMES, Options, config_from  # noqa: E402
 from sglang_freekv.policy import POLICIES  # noqa: E402
 
 ASKED = ["--tasks", "magic-number", "code-word", "--lengths", "360", "--budgets", "160", "192", "--prompts", "3"]
-COUNTS = {"context_pages": 12, "attended_pages": 5, "hits": 30, "pages_recalled": 10, "heads_corrected": 8, "decode_steps": 2}
+COUNTS = {"context_pages": 12, "attended_pages": 5, "selected_units": 40, "recalled_units": 10, "corrections": 8, "decode_steps": 2}
 
 
 class MadeUp:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from sglang_freekv.counts import RetrievalCounts
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "accuracy" / "published"
@@ -59,7 +60,7 @@ class FakeServer(ThreadingHTTPServer):
 
     def __init__(self, built: dict | None = BUILT) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.built, self.bodies, self.totals = built, [], {"hits": 0, "pages_recalled": 0, "heads_corrected": 0, "decode_steps": 0}
+        self.built, self.bodies, self.totals = built, [], RetrievalCounts().as_dict()
         self.answer = lambda path, body: "yes"
 
     @property
@@ -93,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
             text = self.server.answer(self.path, body)
         except KeyError as error:
             return self.reply(400, {"message": str(error)})
-        self.server.totals = {name: total + 5 for name, total in self.server.totals.items()}
+        self.server.totals = {name: total + (10 if name == "selected_units" else 5) for name, total in self.server.totals.items()}
         text = {"message": {"content": text}} if "chat" in self.path else {"text": text}
         self.reply(200, {"choices": [text | {"index": 0, "finish_reason": "stop"}], "usage": {"completion_tokens": 7}})
 
@@ -232,7 +233,7 @@ def test_scores_and_what_retrieval_did(drive, problems, serve, lm_eval):
     (key, result), *_ = done.report["results"].items()
     assert key == "tiny/freekv-2048-512-512-0.9-min-max/all"
     assert result["scores"] == {"pass@8": 100, "avg@8": 50, "boxed": 75}
-    assert result["retrieval"] == dict.fromkeys(server.totals, 20)  # two answers, two schedulers
+    assert result["retrieval"] == dict.fromkeys(server.totals, 20) | {"selected_units": 40}  # two answers, two schedulers
     assert result["preset"]["sampling"]["samples"] == 8 and result["server"]["freekv"] == BUILT and result["warnings"] == []
     assert "-m lm_eval --model local-chat-completions" in result["command"]
     assert done.report["runs"][0]["command"].startswith("python3 benchmarks/accuracy/published/run.py --benchmark math500 ")

@@ -38,5 +38,5 @@ def test_same_tokens_as_stock(fleet, prompts):
     assert [answer["output_ids"] for answer in hits] == stock
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
     assert cached == [(len(prompt) - 1) // 32 * 32 for prompt in prompts]
-    assert state["totals"]["pages_recalled"] == 0
+    assert state["totals"]["recalled_units"] == 0
     assert state["totals"]["decode_steps"] - before == 2 * len(prompts) * (NEW_TOKENS - 1)

@@ -56,5 +56,5 @@ def test_same_tokens_as_the_oracle(serve, tmp_path, families):
             oracle = Oracle(tmp_path / family)
             expected = [oracle.generate(prompt, NEW_TOKENS, SETTINGS).tokens for prompt in prompts]
             assert [answer["output_ids"] for answer in answers] == expected, family
-            recalled = [answer["meta_info"]["freekv"]["pages_recalled"] for answer in answers]
+            recalled = [answer["meta_info"]["freekv"]["recalled_units"] for answer in answers]
             assert not any(recalled[:4]) and all(recalled[4:]), family

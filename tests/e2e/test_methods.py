@@ -33,7 +33,7 @@ def test_a_blocking_method_selects_for_every_kv_head_in_every_step(servers, ques
     assert sum(right) >= 7, right
     for answer in answers:
         counts = answer["meta_info"]["freekv"]
-        assert counts["heads_corrected"] == counts["decode_steps"] * LAYERS * HEADS
+        assert counts["corrections"] == counts["correction_decisions"] == counts["decode_steps"] * LAYERS * HEADS
         assert counts["attended_pages"] < counts["context_pages"]
     assert server.get("/server_info")["freekv"]["method"] == method
     assert server.flush()["host_pages_used"] == 0

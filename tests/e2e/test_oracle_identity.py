@@ -54,12 +54,12 @@ def check(server: TestServer, oracle: Oracle, settings: OracleSettings, prompts:
     corrected = [sum(flag for step in result.corrected for layer in step for flag in layer) for result in expected]
     for answers in (cold, hits):
         assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
-        assert [answer["meta_info"]["freekv"]["heads_corrected"] for answer in answers] == corrected
+        assert [answer["meta_info"]["freekv"]["corrections"] for answer in answers] == corrected
     for prompt, first, again in zip(prompts, cold, hits):
         assert first["meta_info"]["freekv"] == again["meta_info"]["freekv"]  # hits or not, the same pages
         assert again["meta_info"]["cached_tokens"] == (len(prompt) - 1) // settings.page * settings.page
-    assert after["totals"]["heads_corrected"] - before["totals"]["heads_corrected"] == 2 * sum(corrected)
-    assert after["totals"]["pages_recalled"] > before["totals"]["pages_recalled"]
+    assert after["totals"]["corrections"] - before["totals"]["corrections"] == 2 * sum(corrected)
+    assert after["totals"]["recalled_units"] > before["totals"]["recalled_units"]
     assert server.flush()["host_pages_used"] == 0
     return corrected
 

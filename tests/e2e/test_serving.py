@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import sglang as sgl
 import tasks
+from prometheus_client.parser import text_string_to_metric_families
 from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, cpu_environment, freekv
+
+from sglang_freekv.metrics import METRICS
 
 
 def a_document(length: int = 2048, seed: int = 3):
@@ -39,7 +42,7 @@ def test_a_stream_ends_with_the_counts_of_the_whole(fleet):
     with fleet.small.open("/generate", body | {"stream": True}) as response:
         chunks = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
     counts = [chunk["meta_info"]["freekv"] for chunk in chunks]
-    assert counts[-1] == whole and whole["decode_steps"] == 39 and whole["pages_recalled"] > 0
+    assert counts[-1] == whole and whole["decode_steps"] == 39 and whole["recalled_units"] > 0
     assert [count["decode_steps"] for count in counts] == sorted(count["decode_steps"] for count in counts)
     assert whole["context_pages"] == (1500 + 40 + 31) // 32 and whole["attended_pages"] == 16
 
@@ -58,22 +61,29 @@ def test_server_info_and_metrics(fleet):
     state, info = fleet.small.when_idle(), fleet.small.get("/server_info")
     after = state["totals"]
     assert {name: after[name] - before[name] for name in after} == {name: counts[name] for name in after}
-    assert counts["hits"] + counts["pages_recalled"] >= 29 * (LAYERS - 1) * KV_HEADS * 8 > 0
+    assert counts["selected_units"] >= 29 * (LAYERS - 1) * KV_HEADS * 8 and counts["correction_decisions"] == 29 * (LAYERS - 1) * KV_HEADS
     built = info["freekv"]
     assert built["budget_tokens"] == 512 and built["sink_tokens"] == built["window_tokens"] == 128
     assert built["host_bytes"] == (131072 + 32) * (LAYERS - 1) * 2 * KV_HEADS * HEAD_DIM * 4
     assert state["rows_used"] == 0 and state["host_pages_total"] == 4096
     time.sleep(1)  # the scheduler exports when it finds itself idle
-    exported = {}
     with fleet.small.open("/metrics") as response:
-        for line in response.read().decode().splitlines():
-            if line.startswith("sglang:freekv_"):
-                exported[line.split("{")[0].removeprefix("sglang:freekv_")] = float(line.split()[-1])
-    assert exported["pages_recalled_total"] == exported["device_cache_misses_total"] == after["pages_recalled"]
-    assert exported["recall_bytes_total"] == after["pages_recalled"] * 2 * 32 * HEAD_DIM * 4
-    assert exported["device_cache_hits_total"] == after["hits"]
-    assert exported["corrected_heads_total"] == after["heads_corrected"]
-    assert exported["host_pages_used"] == state["host_pages_used"] and exported["host_pages_total"] == 4096
+        page = response.read().decode()
+    exported = {
+        (sample.name.removeprefix("sglang:freekv_"), sample.labels.get("pool")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name.startswith("sglang:freekv_")
+    }
+    expected = {f"{name}_total": total for name, total in after.items()}
+    expected |= {name: state[name] for name in ("host_pages_used", "host_pages_total", "rows_used", "rows_total")}
+    expected |= {"recalled_bytes_total": after["recalled_units"] * 2 * 32 * HEAD_DIM * 4, "canary_faults_total": 0}
+    expected |= dict.fromkeys(("recall_seconds_total", "recall_wait_seconds_total", "sampled_steps_total"), 0)
+    described = {"host": "host", "digests": "digest", "device_cache": "device_cache", "dense_layers": "dense", "staging": "staging"}
+    pools = {("pool_bytes", pool): built[f"{name}_bytes"] for pool, name in described.items()}
+    assert exported == {(name, None): value for name, value in expected.items()} | pools and min(pools.values()) > 0
+    for metric in METRICS:
+        assert f"# HELP {metric.name} {metric.text}" in page and f"# TYPE {metric.name} {metric.kind}" in page
 
 
 def test_the_activation_line(fleet):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from sglang_freekv.metrics import RetrievalCounts
+from sglang_freekv.counts import RetrievalCounts
 from sglang_freekv.scheduler_patch import counts
 
 
@@ -19,12 +19,13 @@ def test_counts_are_fetched_once_for_all_requests_of_a_step():
 
     rows = torch.tensor([[5, 1, 0], [7, 2, 3], [9, 0, 0]]).as_subclass(Once)
     output = SimpleNamespace(freekv=counts.StepCounts(rows, True, None))
-    pool = SimpleNamespace(config=SimpleNamespace(page_size=8, pages=SimpleNamespace(total=4)), totals=RetrievalCounts())
+    config = SimpleNamespace(page_size=8, pages=SimpleNamespace(total=4))
+    pool = SimpleNamespace(config=config, heads=6, totals=RetrievalCounts())
     processor = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
     requests = [SimpleNamespace(customized_info=None, seqlen=100 + i) for i in range(3)]
     for i, request in enumerate(requests):
         counts.collect(None, processor, i, request, output)
     assert Once.fetched == 1
-    found = [tuple(request.customized_info[counts.KEY].counts.as_dict().values()) for request in requests]
-    assert found == [(5, 1, 0, 1), (7, 2, 3, 1), (9, 0, 0, 1)]
-    assert (pool.totals.hits, pool.totals.decode_steps) == (21, 3)
+    found = [request.customized_info[counts.KEY].counts for request in requests]
+    assert found == [RetrievalCounts(1, 6, 0, 6, 1), RetrievalCounts(1, 6, 3, 9, 2), RetrievalCounts(1, 6, 0, 9, 0)]
+    assert pool.totals == RetrievalCounts(3, 18, 3, 24, 3)

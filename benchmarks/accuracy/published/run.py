@@ -115,7 +115,7 @@ def measure(preset: Preset, evaluator: Evaluator, run: Run, endpoint: Endpoint) 
         raise EvaluatorFailed(f"{evaluator.name} ended with status {status}; its output is above, and in {log}", status)
     scores, typed = evaluator.scores(preset, run, printed), shlex.join(command).replace(f"{ROOT}/", "")
     did = system.done_between(before, system.totals_of(endpoint.info()))
-    if did is not None and not did["hits"] + did["pages_recalled"]:
+    if did is not None and not did["selected_units"]:
         say("WARNING no page was selected: contexts fit the budget, or the requests went elsewhere; this measures dense attention")
     return {"scores": scores, "retrieval": did, "seconds": time.monotonic() - started, "command": typed}
 
@@ -172,7 +172,7 @@ def summary(preset: Preset, results: dict) -> str:
         did = result["retrieval"]
         shares = (None, None)
         if did is not None:
-            shares = (did["pages_recalled"] / max(1, did["hits"] + did["pages_recalled"]), did["decode_steps"])
+            shares = (did["recalled_units"] / max(1, did["selected_units"]), did["decode_steps"])
         rows.append((key, *(result["scores"].get(name) for name in preset.columns), *shares))
     return table(header, rows)
 
