@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device kernels, and the PyTorch references that specify them: on a CPU a call goes to the reference, on a GPU to its twin."""
 
 if __name__ == "kernels":  # the checkout root is on sys.path, and someone asks for Hugging Face's `kernels`

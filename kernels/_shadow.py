@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives the name ``kernels`` back to Hugging Face's distribution, which SGLang and transformers import.
 
 With the checkout root on ``sys.path``, as under ``python -m`` in it, ``import kernels`` finds this directory first.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Append: the new token of every request, into the slot of its current page."""
 
 from __future__ import annotations

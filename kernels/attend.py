@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode attention over the slots that a step attends to, split over programs and merged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of (page, kv head) units: written when a page leaves the device, compared with what has come back."""
 
 from __future__ import annotations

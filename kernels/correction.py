@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kv heads' queries turned since the last step."""
 
 from __future__ import annotations

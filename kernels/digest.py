@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digest: a box around the keys of full pages."""
 
 from __future__ import annotations

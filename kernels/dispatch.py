@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch: one name for a kernel and its reference; where the tensors are decides which runs."""
 
 from __future__ import annotations

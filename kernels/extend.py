@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extend attention: causal attention of new tokens over ``[prefix | new]``, planned once for all layers of a batch."""
 
 from __future__ import annotations

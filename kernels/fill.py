@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fill: the pages of new slot tables, from token rows that are on the device already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programmatic dependent launch: a kernel takes its place on the device while the one before it in its stream still runs.
 
 Behind ``await_previous`` all is as in a usual launch; in front of it a kernel may read and write nothing. That is for what attention has to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Misses: the (page, kv head) units that a plan wants from the host, a list on the device that no host reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload: full pages from device token rows to pinned host memory, written in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page tables of a forward pass, read off SGLang's token slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan the slots of a row: select pages by weight, keep what is resident, give what is missing a slot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads: where the pages lie that one step attends to, written down before the slots are planned anew."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recall: the missing (page, kv head) units, read out of pinned host memory in place."""
 
 from __future__ import annotations

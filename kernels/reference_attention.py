@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specification of attention; letters as in ``reference``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specification of the canary's checksums; letters as in ``reference``."""
 
 from __future__ import annotations

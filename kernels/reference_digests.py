@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specification of what pages are summarised by, and of the scores that this gives them; letters as in ``reference``."""
 
 from __future__ import annotations

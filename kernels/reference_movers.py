@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specification of the kernels that move pages and tokens; letters and layouts as in ``reference``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Specification of what is decided in a step: who turned, which pages are selected, and the slot of each; letters as in ``reference``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds of the attention logits of candidate pages, from their digests."""
 
 from __future__ import annotations

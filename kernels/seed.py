@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seed: begin a row afresh, for the first decode step."""
 
 from __future__ import annotations

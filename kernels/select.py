@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection inside a kernel: weights of the candidate pages of one kv head, and the heaviest of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares: what each of several calls found of a decode attention, until they are merged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stage: whole pages, all kv heads, read out of pinned host memory in place."""
 
 from __future__ import annotations

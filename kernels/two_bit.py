@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two bits for each dimension of each key: digests of full pages, and the logits of candidate pages from them."""
 
 from __future__ import annotations

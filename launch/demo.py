@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks a server with KV retrieval two questions about one long document, and shows what retrieval did.
 
 Run it with ``bash launch/demo.sh [--keep] [--port N]``, which installs what it needs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tells whether this machine can serve with KV retrieval, what a request of a model costs here, and how to start the server.
 
     python -m sglang_freekv.launch.doctor [--model-path PATH] [--context-length N] [--json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding: one thing the doctor looked at, what it saw, and what to do about it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Footprint: what one request costs on each tier, how many fit, and what recall asks of the link; by the server's own sizing."""
 
 from __future__ import annotations

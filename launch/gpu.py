@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gpu: the device that a server would take, and all that the doctor asks of CUDA."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine: what is installed here, what the host has, and what would keep its memory from being pinned."""
 
 from __future__ import annotations

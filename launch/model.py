@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model: what config.json tells about a model, without its weights, its code or the network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan: a server of one model on this machine, as far as it can be told before it starts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Served: whether FreeKV serves a model, by the server's own rules over what config.json tells."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A local SGLang server as a child process: start it, watch it come up, ask it, stop it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canary: a checksum of every unit of host memory, and what was found to differ from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CopyEngineRecall: the paper's streamed recall, units through the copy engine into two buffers, converted from there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeviceCache: the pages that each request keeps on the device."""
 
 from __future__ import annotations

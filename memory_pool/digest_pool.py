@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DigestPool: the digest of every full page, on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much host memory this process can really get, what bounds it, and the share of it that the host pool takes by default."""
 
 from __future__ import annotations

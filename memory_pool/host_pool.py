@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostPool: the KV of every full page, in CPU memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned memory: anonymous memory that CUDA has page-locked in place, to the byte."""
 
 from __future__ import annotations

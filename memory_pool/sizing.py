@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizing: how many tokens the host holds and how many requests the device holds, from bytes."""
 
 from __future__ import annotations

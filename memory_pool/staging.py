@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging: the prefixes of an extend batch, streamed from the host pool one layer ahead of the computation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Store: everything that holds KV of the retrieval layers, built together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfer streams: work that overlaps the computation, consumed only through its handle."""
 
 from __future__ import annotations

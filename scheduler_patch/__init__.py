@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every SGLang symbol that this package hooks, with its reason.
 
 ``FRONT`` is attached when SGLang loads its plugins: these hooks carry arguments, and with ``--kv-retrieval none`` they pass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switching KV retrieval on in a process of SGLang."""
 
 from __future__ import annotations

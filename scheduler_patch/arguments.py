@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of KV retrieval on their way through ServerArgs: typed, refused, filled in, and handed to the schedulers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per-request counts: from the device with each step's results to ``meta_info``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SGLang needs to serve on a machine without an NVIDIA driver: its environment, and no Triton on the way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV of one rank of a model, told by SGLang's ModelConfig."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine shows: /server_info, /metrics, and the integrity check of an idle server."""
 
 from __future__ import annotations

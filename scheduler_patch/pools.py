@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizing and construction of the KV pool."""
 
 from __future__ import annotations

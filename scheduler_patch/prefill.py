@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SGLang may put into one prefill batch, and when its prefixes may begin to come."""
 
 from __future__ import annotations

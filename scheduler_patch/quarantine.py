@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quarantine: requests end and the prefix cache forgets when KV changed in host memory; everybody else is served on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What FreeKV does not serve, why, and what to use instead; checked before anything loads."""
 
 from __future__ import annotations

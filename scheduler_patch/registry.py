@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches of SGLang: declared, attached, and verified to be live."""
 
 from __future__ import annotations

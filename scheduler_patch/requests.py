@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that SGLang would take and never answer, or die of."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of the pages of a retracted request."""
 
 from __future__ import annotations

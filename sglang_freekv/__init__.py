@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV-cache retrieval for ordinary GQA models inside stock SGLang."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Architectures of models that a test has run."""
 
 from __future__ import annotations

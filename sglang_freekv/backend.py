@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FreeKVAttnBackend: SGLang's attention interface over the retrieval engine, and stock attention for dense layers."""
 
 from __future__ import annotations

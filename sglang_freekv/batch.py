@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one forward pass asks of the retrieval engine, computed once for all layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FreeKVConfig: what the user asked for, validated once, in tokens; everything inside the engine counts pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What retrieval did: counts of a request and of the engine, over the retrieval layers and the kv heads of one rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests: what a page is summarised by on the device, and how a query scores the page by it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FreeKVPool: the KV pool that SGLang sees. Its token slots are host slots: slot // page_size is the host page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of FreeKV in SGLang's own ``/metrics``.
 
 Every rank shows its own, with SGLang's label ``tp_rank``. Ranks share the kv heads: units, kv heads and bytes may be summed over ranks.

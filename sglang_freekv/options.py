@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be typed: the flags, and the config that they make."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point of SGLang's plugin group ``sglang.srt.plugins``."""
 
 

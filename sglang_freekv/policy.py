@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retrieval policies: what pages are scored by, how a group of query heads chooses among them, when a choice is corrected.
 
 A policy decides pages; the engine moves them. A published method is its settings in ``METHODS``.

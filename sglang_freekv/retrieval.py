@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
 One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads

@@ -83,6 +83,12 @@ def test_every_source_directory_is_mapped():
     assert set(DIRECTORIES.values()) == on_disk
 
 
+def test_every_source_file_names_its_license():
+    sources = [file for directory in (*DIRECTORIES.values(), "examples") for file in (ROOT / directory).glob("*.py")]
+    assert len(sources) > len(DIRECTORIES)
+    assert not [file for file in sources if not file.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")]
+
+
 def test_wheel_holds_the_sources_and_their_data_and_nothing_else(wheel):
     expected = set()
     for package, directory in DIRECTORIES.items():

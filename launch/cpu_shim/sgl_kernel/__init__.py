@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands in for `sgl_kernel` where the real one cannot serve `--device cpu`.
 
 SGLang imports functions named `*_cpu` from it when it loads on a CPU, and calls them only for speculative
