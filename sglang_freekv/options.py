@@ -23,22 +23,23 @@ from sglang_freekv.memory_pool import host_memory
 DEFAULTS = FreeKVConfig()
 
 ABOUT = (
-    "Keep the KV cache of every request in host memory and a fixed budget per request on the device; each decode step attends "
-    "to sink + retrieved + window tokens. Token counts are multiples of --page-size, which becomes "
-    f"{DEFAULT_PAGE_SIZE} unless given. A context that fits the budget is exact."
+    "Keep the KV cache of every request in host memory, and a budget of it on the device. Each decode step attends to the sink, the "
+    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULT_PAGE_SIZE} unless given. A context that "
+    "fits the budget is attended to in full. Its tokens are then those of dense attention in float32 on a CPU, and 99.4% of them are in "
+    "bfloat16 on a GPU."
 )
 FLAGS = {
     "kv_retrieval": {
         "choices": ("none", *METHODS),
-        "help": "KV retrieval method. Default: none, SGLang as it is. freekv selects pages a step ahead and recalls them beside the "
-        "computation. quest and arkvale select with the query of every step, which waits for what it recalls; to be measured against. The "
-        "--freekv-* flags need one of these.",
+        "help": "Method of KV retrieval. Default: none, which leaves SGLang as it is. freekv selects pages a step ahead and recalls them "
+        "beside the computation. quest and arkvale select with the query of each step, which then waits for its pages; they are there to "
+        "be compared with. All --freekv-* flags need one of these methods.",
     },
     "freekv_budget": {
         "type": int,
         "metavar": "TOKENS",
-        "help": f"Tokens of KV that one decode step reads per request and kv head. Default: {DEFAULTS.budget_tokens}. "
-        "Raise it for accuracy; lower it for more concurrent requests and fewer bytes recalled.",
+        "help": f"Tokens of KV that one decode step attends to, per request and kv head. Default: {DEFAULTS.budget_tokens}. "
+        "Raise it for accuracy. Lower it for more requests at once and fewer bytes recalled.",
     },
     "freekv_sink": {
         "type": int,
@@ -55,59 +56,59 @@ FLAGS = {
     "freekv_tau": {
         "type": float,
         "metavar": "COSINE",
-        "help": "A kv head whose query is less similar than this to that of the step before selects and recalls before it "
-        f"attends, not a step ahead. Default: {DEFAULTS.tau:g}, for long generation; 0.8 for long input. Above 1 always, "
-        "below -1 never. quest and arkvale have none: there it is always so.",
+        "help": "A kv head is corrected if the cosine of its query with the last one is below this: it selects and recalls before it "
+        f"attends. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 every kv head is corrected in every step, "
+        "below -1 none is. quest and arkvale always correct, and refuse this flag.",
     },
     "freekv_digest": {
         "choices": DIGESTS,
-        "help": "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max, of the FreeKV and "
-        "Quest papers, is a box that holds the keys of the page; cuboid-mean one that is as wide as keys are from its centre in the mean, "
-        "and finds more; two-bit is that of min-max with two bits for each dimension of each key besides, and finds single tokens, with "
-        "--page-size 8 best. It takes more device memory, and more of each step.",
+        "help": "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max is the smallest box "
+        "that holds the page's keys, as in the FreeKV and Quest papers. cuboid-mean is a narrower box, as wide as the keys' mean distance "
+        "from its centre, and finds more. two-bit adds two bits for each dimension of each key, and finds single tokens, best with "
+        "--page-size 8. It takes more device memory, and each step takes longer.",
     },
     "freekv_pooling": {
         "choices": POOLINGS,
-        "help": "What a kv head selects pages by, of the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
-        "mean with arkvale. softmax-mean: the mean of their softmax over the pages. mean, max: of the scores as they are; max lets a "
-        "single query head that looks for a single token have it.",
+        "help": "How a kv head ranks pages by the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
+        "mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
+        "scores as they are. max lets a single query head that looks for a single token have it.",
     },
     "freekv_device_cache": {
         "type": int,
         "metavar": "TOKENS",
-        "help": "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. What one step "
-        "attends to is still the budget; pages beyond it need no recall when they are selected again. Raise it if /metrics shows "
-        "many misses and device memory allows: every request takes that much more.",
+        "help": "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. A step still "
+        "attends to the budget; the other pages need no recall when they are selected again. Raise it if /metrics shows many recalled "
+        "units. Every request then takes more device memory.",
     },
     "freekv_dense_layers": {
         "nargs": "+",
         "metavar": "LAYERS",
-        "help": "Comma-separated numbers, from 0, of layers that are not compressed: their KV stays on the device in full. "
-        "Default: 0. 'none' compresses every layer. Add layers if accuracy suffers and device memory allows.",
+        "help": "Comma-separated numbers, from 0, of layers whose KV stays on the device in full. Default: 0. 'none' leaves no layer "
+        "dense. Add layers if accuracy suffers and device memory allows.",
     },
     "freekv_host_memory": {
         "type": float,
         "metavar": "GIB",
-        "help": "Host memory for the KV of one rank in GiB; it bounds the tokens that can be cached. Default: "
-        f"{host_memory.SHARE['cuda']:.0%}% of what this machine, its cgroup and `ulimit -v` leave, over the ranks on this machine "
-        f"({host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory, and pages are taken as they are written: "
-        "name it for each of several servers on one machine).",
+        "help": "Host memory for the KV of one rank in GiB. It bounds the tokens that can be cached. Default: "
+        f"{host_memory.SHARE['cuda']:.0%}% of what this machine, its cgroup and `ulimit -v` leave, divided by the ranks on this machine; "
+        f"{host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory. On a CPU memory is taken as pages are "
+        "written, so name it for each of several servers on one machine.",
     },
     "freekv_recall": {
         "choices": RECALLS,
-        "help": f"How missing pages come from the host. Default: {DEFAULTS.recall}, read by the device's own kernels inside the decode "
-        "graph. copy-engine: the paper's streamed copies, one for each page and kv head, without a decode graph; to be measured against.",
+        "help": f"How missing pages come from the host. Default: {DEFAULTS.recall}: a kernel in the decode graph reads host memory. "
+        "copy-engine is the paper's way, one copy for each page and kv head, without a decode graph; it is there to be compared with.",
     },
     "freekv_host_layout": {
         "choices": HOST_LAYOUTS,
-        "help": f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}, a kv head's keys and values in one piece. nhd: "
-        "as on the device, so that recall reads single token rows; to be measured against.",
+        "help": f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}: the keys and values of a kv head in one piece. "
+        "nhd is the order on the device, so recall reads single rows; it is there to be compared with.",
     },
     "freekv_canary": {
         "choices": tuple(CANARIES),
         "help": f"Compare KV that comes back from host memory with a checksum made when it left the device. Default: {DEFAULTS.canary}. "
-        "sample: one unit of sixteen. full: every unit, and all pages in turn while the server is idle. A request whose KV changed ends "
-        "with an error that names the page, and the prefix cache forgets that page; all others go on.",
+        "sample compares one unit of sixteen. full compares every unit, and all pages in turn while the server is idle. A request whose "
+        "KV changed ends with an error that names the page, and the prefix cache forgets that page. All other requests go on.",
     },
 }
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the page of flags from the table that the server parses:
+
+    python -m sglang_freekv.launch.flags > docs/flags.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from sglang_freekv.launch.model import quiet
+
+HEAD = """# Flags
+
+Made by `python -m sglang_freekv.launch.flags > docs/flags.md` from the table in
+[`sglang_freekv/options.py`](../sglang_freekv/options.py); a test holds that it is up to date.
+Which values suit which work is told in [tuning](tuning.md).
+
+{about}
+"""
+TAIL = """
+## SGLang's own flags that matter here
+| flag | meaning here |
+|---|---|
+| `--page-size TOKENS` | The unit of selection and recall. Default with retrieval: {page_size}. Smaller pages find scattered evidence, and a step takes longer. |
+| `--max-total-tokens TOKENS` | Tokens of KV in host memory, at most. |
+| `--max-running-requests N` | Rows: requests that decode at once, at most. Each takes a budget of device memory. |
+| `--mem-fraction-static SHARE` | Device memory for weights and KV pools. |
+| `--context-length TOKENS` | Longest request. Two staging buffers of that length are on the device. |
+
+## Other ways to set them
+- A `--config` file takes the same names.
+- `sglang.Engine` takes them as keyword arguments: `Engine(model_path=..., kv_retrieval="freekv", freekv_budget=1024)`.
+- `sglang serve` takes the flags, but its `--help` does not list them: SGLang prints that before it loads plugins.
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    with quiet():
+        from sglang_freekv.config import DEFAULT_PAGE_SIZE
+        from sglang_freekv.options import ABOUT
+    rows = "\n".join(_rows())
+    return f"{HEAD.format(about=ABOUT)}\n| flag | meaning |\n|---|---|\n{rows}\n{TAIL.format(page_size=DEFAULT_PAGE_SIZE)}"
+
+
+def _rows() -> Iterator[str]:
+    with quiet():
+        from sglang_freekv.options import FLAGS
+        from sglang_freekv.config import typed
+    for name, settings in FLAGS.items():
+        values = settings.get("metavar") or f"{{{','.join(settings['choices'])}}}"
+        yield f"| `{typed(name)} {values}` | {settings['help'].replace('%%', '%')} |"
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m sglang_freekv.launch.flags", description=__doc__.splitlines()[0]).parse_args()
+    print(page(), end="")
