@@ -184,9 +184,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
     )
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> str:
-    """A table of which the first column is text; None is a dash."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def markdown(header: Sequence[str], rows: Iterable[Sequence], words: int = 1) -> str:
+    """A table of which the first ``words`` columns are text; None is a dash."""
+    lines = [header, [*["---"] * words, *["---:"] * (len(header) - words)], *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 

@@ -258,7 +258,10 @@ def test_answers_leave_out_what_is_not_complete(monkeypatch):
         for method, context, seconds in (("freekv", 10, 1.0), ("freekv", 12, 1.0), ("full", 10, 4.0), ("full", 12, 4.0), ("raas", 10, 1.0))
     }
     results["prefill/10"] = {"seconds": {"median": 0.5}}
-    assert latency.answers(results) == [("s", 4, "full", 4, 2, 8, 1, None, 4), ("s", 4, "freekv", 1, 2, 2, 0.25, None, 1)]
+    whole = (2 + 8) / (2 + 2)  # four prompts of half a second each, then two steps
+    assert latency.answers(results) == [("s", 4, "full", 4, 2, 8, 1, None, 4, whole), ("s", 4, "freekv", 1, 2, 2, 0.25, None, 1, 1)]
+    del results["prefill/10"]
+    assert [answer.freekv_whole for answer in latency.answers(results)] == [None, None]
 
 
 def test_a_step_is_split_by_what_was_measured_of_it():
@@ -270,12 +273,12 @@ def test_a_step_is_split_by_what_was_measured_of_it():
     assert parts_of("quest", {"seconds": {"median": 6.0}, "bytes": moved | {"link": 0.0}}, 4.0, ceilings) == (4, 2, 0, 0, 3)
 
 
-def test_cells_wait_for_the_floor():
+def test_cells_wait_for_the_window():
     step = {"seconds": {"median": 2.0}, "bytes": {"link": 1.0, "device": 1.0, "weights": 1.0}, "corrected": 0.25, "run": 1}
     runs = [{}, {"ceilings": {"to_device": 1.0, "device": 1.0}}]
     results = {"long-input/b1/freekv/32768": step, "long-input/b1/window/32768": step, "long-input/b4/freekv/32768": step}
-    found = [(cell.method, cell.batch, cell.floor, cell.serial, cell.parts.bound) for cell in latency.cells(results, runs)]
-    assert found == [("window", 1, 2, 2.25, 2), ("freekv", 1, 2, 2.25, 2)]
+    found = [(cell.method, cell.batch, cell.window, cell.link, cell.serial, cell.parts.bound) for cell in latency.cells(results, runs)]
+    assert found == [("window", 1, 2, 1, 2.25, 2), ("freekv", 1, 2, 1, 2.25, 2)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tables and pictures of all figures, from the results alone.
+"""The page of all figures, tables and pictures, from the results alone.
 
     python benchmarks/paper/figures.py
 """
@@ -12,21 +12,11 @@ from pathlib import Path
 
 sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
 
+from paper import texts  # noqa: E402
 from paper.sections import SECTIONS, Section  # noqa: E402
+from paper.takeaways import takeaways  # noqa: E402
 from report import ROOT, markdown  # noqa: E402
 from setups import SHAPES  # noqa: E402
-
-HEAD = """# Speed
-
-What a decode step, an answer and a server's load take, beside other methods and stock SGLang, and what bounds them.
-`benchmarks/paper/figures.py` makes this page from the results in `benchmarks/results`; each section begins with the commands that made
-them and what they ran on.
-[What is measured, and how](../benchmarks/paper/README.md)."""
-
-AT_BOUND = """*At the bound* is what a figure would be if a decode step of FreeKV's took no longer than it must, and all else were as measured: no longer
-than the link or the device memory needs for the bytes that it moves at least nor, beside other methods in the same engine, than the floor's step.
-For FreeKV / floor it is the floor's step and, behind it, the link's time for what kv heads that turned wait for; only attention to what is
-there already runs beside that."""
 
 
 def sections(results: Path, directory: Path) -> list[Section]:
@@ -36,9 +26,33 @@ def sections(results: Path, directory: Path) -> list[Section]:
 
 
 def page(made: list[Section]) -> str:
+    """Takeaways, what was measured, the sections, the aims, and what made the results."""
+    told = [f"{number}. {text}" for number, text in enumerate(takeaways(made), 1)]
+    first = next((number for number, section in enumerate(made) if "answers" in section.facts), len(made))
+    servers, engine = made[:first], made[first:]
+    parts = [
+        texts.HEAD,
+        *(["## Takeaways\n\n" + "\n".join(told)] if told else []),
+        texts.measured(),
+        *(section.markdown for section in servers),
+        *([texts.NOTES] if engine else []),
+        *(section.markdown for section in engine),
+        *_aims(made),
+        _reproduce(made),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _aims(made: list[Section]) -> list[str]:
     aims = [aim.row for section in made for aim in section.aims]
-    reached = f"## Aims\n\n{AT_BOUND}\n\n" + markdown(("what", "figure", "aim", "reached", "at the bound"), aims)
-    return "\n\n".join((HEAD, *([reached] if aims else []), *(section.markdown for section in made))) + "\n"
+    return [texts.AIMS, markdown(("what", "figure", "aim", "reached", "possible"), aims)] if aims else []
+
+
+def _reproduce(made: list[Section]) -> str:
+    software = dict.fromkeys(line for section in made for line in section.software)
+    rows = [row for section in made for row in section.sources]
+    told = texts.REPRODUCE.format(software="; ".join(software))
+    return told + "\n\n" + markdown(("file", "command", "device", "commit", "date"), rows, words=5)
 
 
 def main() -> int:

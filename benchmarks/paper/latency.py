@@ -46,6 +46,7 @@ class Answer(NamedTuple):
         step: seconds of a step in the mean.
         prefill: seconds of the prompts, one after the other; None if it was not measured.
         full, window, freekv: decoding, in units of these methods'.
+        freekv_whole: prefill and decoding, in units of FreeKV's; None without a prefill or FreeKV.
     """
 
     scenario: str
@@ -57,14 +58,16 @@ class Answer(NamedTuple):
     full: float | None
     window: float | None
     freekv: float | None
+    freekv_whole: float | None
 
 
 class Cell(NamedTuple):
     """One measured step, split up.
 
     Args:
-        floor: seconds of the window's.
-        serial: seconds of the window's and, behind it, of the link for what kv heads that turned wait for under the load.
+        window: seconds of a window alone.
+        link: seconds that the link takes for the step's bytes.
+        serial: seconds of a window alone and, behind it, of the link for what corrected kv heads wait for under the load.
     """
 
     scenario: str
@@ -72,7 +75,8 @@ class Cell(NamedTuple):
     context: int
     method: str
     seconds: float
-    floor: float
+    window: float
+    link: float
     serial: float
     parts: Parts
 
@@ -90,24 +94,25 @@ def answers(results: dict) -> list[Answer]:
     for key in sorted(decoding, key=lambda key: _order(*key[:2], list(METHODS).index(key[2]))):
         (scenario, batch, method), seconds = key, decoding[key]
         asked, prompt = SCENARIOS[scenario], results.get(f"{PREFILL}/{SCENARIOS[scenario].prompt}")
-        others = (decoding.get((scenario, batch, name)) for name in ("full", "window", "freekv"))
+        others = [decoding.get((scenario, batch, name)) for name in ("full", "window", "freekv")]
         ratios = (other and seconds / other for other in others)
         prefill = prompt and batch * prompt["seconds"]["median"]
-        rows.append(Answer(scenario, batch, method, seconds / (asked.answer - 1), prefill, seconds, *ratios))
+        whole = None if prefill is None or others[-1] is None else (prefill + seconds) / (prefill + others[-1])
+        rows.append(Answer(scenario, batch, method, seconds / (asked.answer - 1), prefill, seconds, *ratios, whole))
     return rows
 
 
 def cells(results: dict, runs: list[dict]) -> list[Cell]:
-    """Every step that was timed, if the floor was, too."""
+    """Every step that was timed, if that of a window alone was, too."""
     medians = {key: result["seconds"]["median"] for key, result in _steps(results)}
     rows = []
     for (scenario, batch, method, context), result in _steps(results):
-        floor = medians.get((scenario, batch, "window", context))
-        if floor is not None:
+        window = medians.get((scenario, batch, "window", context))
+        if window is not None:
             ceilings = runs[result["run"]]["ceilings"]
-            serial = floor + result["corrected"] * result["bytes"]["link"] / ceilings["to_device"]
-            parts = parts_of(method, result, floor, ceilings)
-            rows.append(Cell(scenario, batch, context, method, result["seconds"]["median"], floor, serial, parts))
+            link = result["bytes"]["link"] / ceilings["to_device"]
+            serial, parts = window + result["corrected"] * link, parts_of(method, result, window, ceilings)
+            rows.append(Cell(scenario, batch, context, method, result["seconds"]["median"], window, link, serial, parts))
     return sorted(rows, key=lambda cell: (*_order(cell.scenario, cell.batch, cell.context), list(METHODS).index(cell.method)))
 
 
@@ -125,12 +130,12 @@ def _order(scenario: str, *others: int) -> tuple[int, ...]:
 def tables(report: Report) -> tuple[str, str]:
     """Whole answers, and where the time of each step went."""
     whole = [(*row[:3], row.step * 1e3, *row[4:]) for row in answers(report.results)]
-    head = ("scenario", "batch", "method", "ms a step", "prefill s", "decoding s", "/ full", "/ floor", "/ freekv")
+    head = ("scenario", "batch", "method", "ms a step", "prefill s", "decoding s", "/ full", "/ window", "/ freekv", "/ freekv with prefill")
     split = [
         (*cell[:4], cell.seconds * 1e3, *(part * 1e3 for part in cell.parts), cell.seconds / cell.parts.bound)
         for cell in cells(report.results, report.runs)
     ]
-    names = ("scenario", "batch", "context", "method", "ms a step", "compute", "select", "exposed", "hidden", "bound", "/ bound")
+    names = ("scenario", "batch", "context", "method", "ms a step", "compute", "select", "exposed", "hidden", "least", "/ least")
     return table(head, whole), table(names, split)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WHOLE = "full", "razor"  # attend to more than the budget, so that the floor is not their computation
+WHOLE = "full", "razor"  # attend to more than the budget, so that a window's step is not their computation
 
 
 class Parts(NamedTuple):
@@ -25,16 +25,16 @@ class Parts(NamedTuple):
     bound: float
 
 
-def parts_of(method: str, result: dict, floor: float, ceilings: dict[str, float]) -> Parts:
+def parts_of(method: str, result: dict, window: float, ceilings: dict[str, float]) -> Parts:
     """Of a result of ``step.measured``.
 
     Args:
-        floor: seconds of the window's step with the same load.
+        window: seconds of the step of a window alone with the same load.
         ceilings: bytes per second, of ``timing.Ceilings`` in the run that made the result.
     """
     whole = result["seconds"]["median"]
     without = result.get("without_copies", result["seconds"])["median"]
-    compute = without if method in WHOLE else min(floor, without)
+    compute = without if method in WHOLE else min(window, without)
     exposed, link = max(0.0, whole - without), result["bytes"]["link"] / ceilings["to_device"]
     return Parts(compute, without - compute, exposed, max(0.0, link - exposed), bound_of(result["bytes"], ceilings))
 

@@ -1,4 +1,4 @@
-"""Pictures of numbers, as PNG."""
+"""Pictures of numbers, as PNG: FreeKV in the one strong colour, all else in greys, scales linear unless told otherwise."""
 
 from __future__ import annotations
 
@@ -11,73 +11,125 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402
-from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
 
-HATCHED = dict(hatch="////", facecolor="none", edgecolor="grey", linewidth=0)
-MARKERS = "osv^Dxp*"
+OURS, OTHERS = "#d9480f", "#9aa0a6"
+SHADES = {True: ("#d9480f", "#f08c5a", "#f7c4a8"), False: ("#80868b", "#b0b5ba", "#d8dbde")}  # of parts, by whether a bar is ours
+DASHES, MARKERS = ("-", "--", ":"), "os^"
+CLIP = 2.6  # of our bar: what is longer is cut, and told by its figure
+INK = "#333333"
 
 
 @contextmanager
-def _picture(path: Path, title: str, size: tuple[float, float]):
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.set_title(title)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
+def _picture(path: Path, title: str, size: tuple[float, float], panels: int = 1):
+    figure, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained", sharey=True, squeeze=False)
+    figure.suptitle(title, fontsize=11)
+    for panel in axes[0]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_axisbelow(True)
     try:
-        yield axes
+        yield axes[0]
         figure.savefig(path, dpi=110, metadata={"Software": None})
     finally:
         pyplot.close(figure)
 
 
-def groups(path: Path, title: str, unit: str, values: Mapping[str, Mapping[str, float]]) -> None:
-    """Bars side by side, on a logarithmic scale: ``{series: {group: value}}``."""
-    names = list(dict.fromkeys(name for series in values.values() for name in series))
-    width = 0.86 / len(values)
-    with _picture(path, title, (11, 4.5)) as axes:
-        for number, (label, series) in enumerate(values.items()):
-            where = [names.index(name) + (number - (len(values) - 1) / 2) * width for name in series]
-            axes.bar(where, list(series.values()), width, label=label, color=pyplot.colormaps["tab20"](number % 20))
-        axes.set_xticks(range(len(names)), names)
-        axes.set(yscale="log", ylabel=unit)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.legend(fontsize=8, ncols=min(6, len(values)), loc="upper center", bbox_to_anchor=(0.5, -0.08))
+def bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]], ours: str, log: bool = False) -> None:
+    """A panel for each group, a bar for each label in it: ``{group: {label: value}}``.
+
+    Args:
+        ours: the label whose bars are in the strong colour.
+        log: a logarithmic scale, and no bar is cut.
+    """
+    labels = list(dict.fromkeys(label for values in groups.values() for label in values))
+    with _picture(path, title, (2.5 + 2.4 * len(groups), 0.9 + 0.3 * len(labels)), len(groups)) as panels:
+        for panel, (group, values) in zip(panels, groups.items()):
+            most = None if log or ours not in values else CLIP * values[ours]
+            for label, value in values.items():
+                shown = value if most is None else min(value, most)
+                where = labels.index(label)
+                panel.barh(where, shown, height=0.72, color=OURS if label == ours else OTHERS)
+                _tell(panel, shown, where, value, cut=shown < value, strong=label == ours)
+            if log:
+                panel.set_xscale("log")
+                panel.set_xlim(1, panel.get_xlim()[1] * 4)  # room for the figures
+            else:
+                panel.set_xlim(0, 1.25 * (most or max(values.values())))
+            panel.set_title(group, fontsize=10)
+            panel.set_xlabel(unit, fontsize=9)
+            panel.tick_params(axis="x", labelsize=8)
+        _name(panels[0], labels)
 
 
 def stacks(
-    path: Path, title: str, unit: str, parts: Sequence[str], bars: Mapping[str, Sequence[float]], marks: Mapping[str, float]
+    path: Path, title: str, unit: str, parts: Sequence[str], rows: Mapping[str, Sequence[float]], marks: Mapping[str, float], ours: str
 ) -> None:
-    """A bar for each row, parts end to end; the last part is not in the sum, and ``marks`` are lines across a bar: what bounds it."""
-    with _picture(path, title, (9, 0.8 + 0.42 * len(bars))) as axes:
-        axes.grid(axis="x", alpha=0.3)
-        left = [0.0] * len(bars)
-        for number, part in enumerate(parts):
-            widths = [values[number] for values in bars.values()]
-            style = HATCHED if number == len(parts) - 1 else {"color": pyplot.colormaps["tab10"](number)}
-            axes.barh(list(bars), widths, left=left, label=part, height=0.7, **style)
-            left = [a + b for a, b in zip(left, widths)]
-        where = [list(bars).index(name) for name in marks]
-        axes.scatter(list(marks.values()), where, marker="|", s=300, color="black", zorder=3, label="bound")
-        axes.invert_yaxis()
-        axes.set_xlabel(unit)
-        axes.legend(fontsize=8)
+    """A bar for each row, its parts end to end; the last part is beside the others in time, so an outline. ``marks`` cross a bar."""
+    most = CLIP * sum(rows[ours][:-1]) if ours in rows else max(map(sum, rows.values()))
+    with _picture(path, title, (9, 1.1 + 0.33 * len(rows))) as (panel,):
+        for where, (label, values) in enumerate(rows.items()):
+            shades, left = SHADES[label == ours], 0.0
+            for number, value in enumerate(values):
+                width = max(0.0, min(value, most - left))
+                outline = {"facecolor": "none", "edgecolor": shades[0], "hatch": "////", "linewidth": 0}
+                panel.barh(where, width, left=left, height=0.7, **({"color": shades[number]} if number < len(shades) else outline))
+                left += width
+            whole = sum(values[:-1])
+            _tell(panel, left, where, whole, cut=whole > most, strong=label == ours)
+            if label in marks and marks[label] < most:
+                panel.plot([marks[label]] * 2, [where - 0.42, where + 0.42], color="black", linewidth=1.6)
+        panel.set_xlim(0, 1.12 * most)
+        panel.set_xlabel(unit, fontsize=9)
+        _name(panel, list(rows))
+        grey = SHADES[False]
+        keys = [Patch(color=shade, label=part) for shade, part in zip(grey, parts)]
+        keys += [Patch(facecolor="none", edgecolor=grey[0], hatch="////", label=parts[-1]), Patch(color="black", label="least time (line)")]
+        panel.legend(handles=keys, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.16), ncols=len(keys), frameon=False)
 
 
 def curves(
-    path: Path, title: str, across: str, unit: str, lines: Mapping[str, Sequence[tuple[float, float]]], diagonal: str | None = None
+    path: Path,
+    title: str,
+    across: str,
+    unit: str,
+    lines: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
+    ours: str,
+    doubling: bool = False,
+    diagonal: str | None = None,
 ) -> None:
-    """Points joined by lines, both scales logarithmic to the base 2; ``diagonal`` names the line where both are the same."""
-    with _picture(path, title, (8, 4.5)) as axes:
-        for number, (label, points) in enumerate(lines.items()):
-            axes.plot(*zip(*sorted(points)), marker=MARKERS[number % len(MARKERS)], label=label)
+    """Points joined by lines: ``{(system, what): points}``, where ``what`` sets dashes and markers.
+
+    Args:
+        doubling: the horizontal scale has a step for each doubling.
+        diagonal: names the line where both are the same.
+    """
+    kinds = list(dict.fromkeys(what for _, what in lines))
+    with _picture(path, title, (8, 4.2)) as (panel,):
+        for (system, what), points in lines.items():
+            style = kinds.index(what) % len(DASHES)
+            strong = {"color": OURS, "linewidth": 2.4, "zorder": 3} if system == ours else {"color": OTHERS, "linewidth": 1.8}
+            label = f"{system}, {what}" if what else system
+            panel.plot(*zip(*sorted(points)), linestyle=DASHES[style], marker=MARKERS[style], label=label, **strong)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         if diagonal:
-            axes.plot(ticks, ticks, color="grey", linestyle=":", label=diagonal)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set(xlabel=across, ylabel=unit)
-        axes.legend(fontsize=8)
+            panel.plot(ticks, ticks, color="#c0c4c8", linestyle=":", linewidth=1, label=diagonal)
+        if doubling:
+            panel.set_xscale("log", base=2)
+            panel.minorticks_off()
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.set_ylim(bottom=0)
+        panel.grid(axis="y", alpha=0.25)
+        panel.set(xlabel=across, ylabel=unit)
+        panel.legend(fontsize=8, frameon=False)
+
+
+def _name(panel, labels: Sequence[str]) -> None:
+    panel.set_yticks(range(len(labels)), labels, fontsize=9)
+    panel.set_ylim(len(labels) - 0.4, -0.6)
+
+
+def _tell(panel, x: float, y: float, value: float, cut: bool, strong: bool) -> None:
+    """The figure at the end of a bar."""
+    text = f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+    style = {"color": OURS, "weight": "bold"} if strong else {"color": INK}
+    panel.annotate(f"{'» ' if cut else ''}{text}", (x, y), (3, 0), textcoords="offset points", va="center", fontsize=8, **style)

@@ -1,4 +1,4 @@
-"""Window only: the budget is attended to, and nothing is selected or recalled. No method that selects can be faster: the floor."""
+"""Window only: the budget is attended to, and nothing is selected or recalled. No method that selects can be faster."""
 
 from __future__ import annotations
 

@@ -7,49 +7,77 @@ from pathlib import Path
 from paper import crossover, plots
 from paper.parts import bound_of
 from report import markdown
+from setups import Setup
 from sglang_freekv.config import GIB
 
 from .section import Aim, Section, ms
 
 AT = 32768  # tokens, of the aim for the same KV bytes
+PRODUCTION = "production"
 TOLD = {
-    "production": "Both take what memory they want.",
-    "same KV bytes on the device": "All pools of KV on the device take {ours:.2f} GiB (FreeKV) and {theirs:.2f} GiB (stock SGLang).",
+    PRODUCTION: "Both servers take the memory that they want.",
+    "same KV bytes on the device": "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang.",
 }
-HEADER = ("cell", "slower in", "prefix", "TPOT ms", "stock", "ratio", "TPOT / bound", "stock", "TTFT s", "stock", "ratio")
-RATES = ("tokens/s", "stock", "while decoding", "stock", "at once", "stock")
+HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
 
 
 def of_crossover(path: Path, directory: Path) -> Section:
-    section = Section.of("Against stock SGLang, by context and batch", path, directory)
+    section = Section.of("Against stock SGLang", path, directory)
     section.add(
-        "The cells in which FreeKV is slower come first. Distinct random prompts are sent at once. TPOT is of the window in which the most "
-        "requests decode, TTFT the median of a cell, tokens/s over the whole of it, prefill and waiting included. `hit`: the prompts were "
-        "in the prefix tree. The bound is the link's or the device memory's time for the bytes that a step moves at least.",
+        "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells in "
+        "which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are of the time in which the most requests decode. "
+        "TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
     for title, pair in crossover.PAIRS.items():
         rows = crossover.compared(section.results, *pair)
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
-        section.add(f"### {title[0].upper()}{title[1:]}", TOLD[title].format(**held), _table(section, rows))
-        section.picture(title.split()[0], plots.curves, f"{section.shape}, {title}", "batch", "ms a token", _curves(rows))
+        told = TOLD[title].format(**held) + _no_room(section, pair[1], rows)
+        section.add(f"### {title[0].upper()}{title[1:]}", told, _table(section, rows))
+        drawn = f"{section.shape}, {title}: time per token"
+        section.picture(title.split()[0], plots.curves, drawn, "requests at once", "ms", _curves(rows), "FreeKV", doubling=True)
         section.aims += _aims(section, title, rows)
+        section.facts |= _facts(title, rows, held["theirs"])
     return section
 
 
 def _table(section: Section, rows: list[crossover.Compared]) -> str:
     lines = []
     for row in rows:
-        tpot = [value and ms(value) for value in row.tpot[:2]] + [_two(row.tpot[2])]
-        bounds = [_two(_over_bound(section, side)) for side in (row.ours, row.theirs)]
-        ttft = [_two(value) for value in row.ttft]
-        rates = [value and f"{value:.0f}" for value in (*row.tokens, *row.decoding)]
-        lines.append((row.name, row.slower or None, row.prefix, *tpot, *bounds, *ttft, *rates, *row.at_once))
-    return markdown((*HEADER, *RATES), lines)
+        tpot = _both((value and ms(value) for value in row.tpot[:2])), _two(row.tpot[2])
+        ttft = _both(_two(value) for value in row.ttft[:2]), _two(row.ttft[2])
+        rates = [_both(value and f"{value:.0f}" for value in pair) for pair in (row.tokens, row.decoding, row.at_once)]
+        over = _both(_two(_over_least(section, side)) for side in (row.ours, row.theirs))
+        lines.append((row.name, row.slower or None, row.prefix, *tpot, *ttft, *rates, over))
+    return markdown(HEADER, lines)
 
 
-def _over_bound(section: Section, result: dict) -> float | None:
+def _both(pair) -> str:
+    return " / ".join("-" if value is None else str(value) for value in pair)
+
+
+def _no_room(section: Section, system: str, rows: list[crossover.Compared]) -> str:
+    """By how few tokens a prompt does not fit the pool of stock SGLang."""
+    refused = [row for row in rows if row.theirs.get("prefix") == "no room" and row.batch == 1]
+    pools = [section.written["runs"][row.theirs["run"]].get(f"server {system}", {}).get("max_total_num_tokens") for row in refused]
+    if not refused or None in pools:
+        return ""
+    tokens = max(row.ours.get("new_tokens", 0) or _new_tokens(section, system) for row in refused)
+    context, pool = refused[0].context, pools[0]
+    needed = context + tokens + Setup.page_size
+    return (
+        f" Stock SGLang's pool holds {pool:,} tokens. One prompt of {context:,} with {tokens} new tokens and a page needs {needed - pool} more, "
+        "so its cells of that context say *no room*. A pool larger by that much would serve one such request at a time."
+    )
+
+
+def _new_tokens(section: Section, system: str) -> int:
+    return max((result.get("new_tokens", 0) for key, result in section.results.items() if key.startswith(f"{system}/")), default=0)
+
+
+def _over_least(section: Section, result: dict) -> float | None:
+    """TPOT over the least time that the bytes of a step allow."""
     if "tpot_s" not in result:
         return None
     moved = {"link": result["link_bytes"], "device": result["hbm_bytes"], "weights": 0}  # these are in the device's
@@ -60,39 +88,49 @@ def _two(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
 
 
-def _curves(rows: list[crossover.Compared]) -> dict[str, list[tuple[float, float]]]:
+def _curves(rows: list[crossover.Compared]) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """TPOT by batch, of each context and system; the cold request alone is no point of it."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: (row.context, row.batch)):
-        for who, seconds in zip(("FreeKV", "stock"), row.tpot):
+        for who, seconds in zip(("FreeKV", "stock SGLang"), row.tpot):
             if seconds and not row.name.endswith("-cold"):
-                curves.setdefault(f"{row.context // 1024}K, {who}", []).append((row.batch, seconds * 1e3))
+                curves.setdefault((who, f"{row.context // 1024}K"), []).append((row.batch, seconds * 1e3))
     return curves
+
+
+def _facts(title: str, rows: list[crossover.Compared], held: float) -> dict:
+    if title != PRODUCTION:
+        return {"held": held}
+    alone = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
+    hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
+    slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
+    return {"alone": alone, "hits": hits, "slowest": slowest}
 
 
 def _aims(section: Section, title: str, rows: list[crossover.Compared]) -> list[Aim]:
     shape = section.shape
-    if title == "production":
+    if title == PRODUCTION:
         alone = [row for row in rows if row.batch == 1 and row.tpot[2]]
         what = f"{shape}: TPOT / stock SGLang's at batch 1, worst of the contexts"
         worst = max((row.tpot[2] for row in alone), default=None)
-        return [Aim(what, worst, 1.05, False, max((row.tpot[2] / _over_bound(section, row.ours) for row in alone), default=None))]
+        return [Aim(what, worst, 1.05, False, max((row.tpot[2] / _over_least(section, row.ours) for row in alone), default=None))]
     aims = []
     for what, told in (("decoding", "while decoding"), ("tokens", "with prefill")):
         at = [row for row in rows if row.context == AT and (what == "decoding" or row.prefix == "cold")]
         ours, theirs = ([(rate, row) for row in at if (rate := getattr(row, what)[side])] for side in (0, 1))
-        ratio = at_bound = None
+        ratio = possible = None
         if ours and theirs:
             stock = max(rate for rate, _ in theirs)
             ratio = max(rate for rate, _ in ours) / stock
-            at_bound = max(rate * _sooner(section, row, what) for rate, row in ours) / stock
-        aims.append(Aim(f"{shape}: tokens/s / stock SGLang's at 32K on the same KV bytes, {told}", ratio, 5, True, at_bound))
+            possible = max(rate * _sooner(section, row, what) for rate, row in ours) / stock
+        aims.append(Aim(f"{shape}: tokens/s / stock SGLang's at 32K on the same KV bytes, {told}", ratio, 5, True, possible))
+        section.facts[what] = ratio
     return aims
 
 
 def _sooner(section: Section, row: crossover.Compared, what: str) -> float:
-    """How many times the tokens per second there would be if a step took what its bytes take at least; prefill takes what it took."""
-    over = _over_bound(section, row.ours)
+    """How many times the tokens per second there would be if a step took its least time; prefill takes what it took."""
+    over = _over_least(section, row.ours)
     if what == "decoding":
         return over
     took = row.ours["at_once"] / row.ours["tokens_per_s"]  # seconds for a token of each

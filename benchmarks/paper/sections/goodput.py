@@ -7,6 +7,7 @@ from pathlib import Path
 from paper import goodput, plots
 from report import markdown
 
+from .names import SYSTEMS
 from .section import Section
 
 
@@ -15,26 +16,30 @@ def of_goodput(path: Path, directory: Path) -> Section:
     limits = goodput.Limits(**next(iter(section.results.values()))["limits"])
     rows = goodput.rows_of(section.results, limits)
     lasted = max(len(result["ttfts"]) / rate for _, rate, _, result in rows)
+    best = goodput.best_of(section.results, limits)
+    section.facts |= {"goodput": best, "limits": limits, "p99_ttft_ms": {(row[0], row[1]): row[3]["p99_ttft_ms"] for row in rows}}
     section.add(
-        f"Requests per second whose first token comes within {limits.ttft_s:g} s and whose others are {limits.tpot_s * 1e3:g} ms apart in "
-        "the mean, by the rate at which `sglang.bench_serving` sends questions about documents that are in the prefix tree; each rate lasts "
-        f"{lasted:.0f} s, and what ended a second is over the time until the last answer did. A "
-        f"server's rates end where its goodput falls, or less than {goodput.ENOUGH:.0%} were within limits for the second time.",
+        f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
+        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the rate of such requests. `sglang.bench_serving` asks about documents "
+        f"of 32K tokens that are in the prefix tree. Each rate lasts {lasted:.0f} s. The rates of a system end where its goodput falls, or "
+        f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.",
         markdown(
-            ("system", *goodput.HEADER),
-            [(system, rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
+            ("system", "rate", "goodput", "within limits", "ended / s", "TTFT, ms", "p99", "TPOT, ms", "p99", "tokens/s", "hit rate"),
+            [(SYSTEMS.get(system, system), rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
         ),
     )
-    best, bounds = goodput.best_of(section.results, limits), {system: _bound(section, result) for system, *_, result in rows}
-    told = (f"{system} {found:.2f} of at most {bounds[system]:.2f} ({found / bounds[system]:.2f})" for system, found in best.items())
+    possible = {system: _possible(section, result) for system, *_, result in rows}
     section.add(
-        "Best goodput, beside the rate at which the link or the device memory is busy with what the requests move if each reads its own "
-        "context, weights left out: "
-        f"{'; '.join(told)}." + _cut_short(rows, best)
+        "The most that the link and the device memory allow is the rate at which one of them is always busy, weights left out and no "
+        "context shared." + _cut_short(rows, best),
+        markdown(
+            ("system", "best goodput", "most possible", "share"),
+            [(SYSTEMS.get(system, system), found, possible[system], found / possible[system]) for system, found in best.items()],
+        ),
     )
-    lines = {system: [(rate, point.goodput) for name, rate, point, _ in rows if name == system and point.goodput] for system in best}
-    lines = {system: points for system, points in lines.items() if points}  # the scale has no zero
-    section.picture("rates", plots.curves, f"{section.shape}: goodput", "requests per second, offered", "within limits", lines, "offered")
+    lines = {(SYSTEMS.get(each, each), ""): [(rate, point.goodput) for name, rate, point, _ in rows if name == each] for each in best}
+    title, unit = f"{section.shape}: requests per second within limits", "within limits"
+    section.picture("rates", plots.curves, title, "requests per second, offered", unit, lines, "FreeKV", diagonal="all within limits")
     return section
 
 
@@ -45,7 +50,7 @@ def _cut_short(rows: list[tuple], systems: dict[str, float]) -> str:
     return f" Not measured until saturated, so that the best may be higher: {', '.join(cut)}." if cut else ""
 
 
-def _bound(section: Section, result: dict) -> float:
+def _possible(section: Section, result: dict) -> float:
     """Requests per second."""
     moved, ceilings = result["request_bytes"], section.ceilings(result)
     return 1 / max(moved["link_bytes"] / ceilings["to_device"], moved["hbm_bytes"] / ceilings["device"])

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FACTS = ("device", "cores", "python", "torch", "triton", "sglang", "commit")
-TITLES = {"llama-3.1-8b": "Llama-3.1-8B", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-8b": "Qwen3-8B"}
+from .names import SHAPES
+
+SOFTWARE = ("python", "torch", "triton", "sglang")
 
 
 @dataclass(frozen=True)
@@ -18,20 +19,20 @@ class Aim:
     Args:
         found: the figure, None where it was not measured.
         least: whether ``aim`` is the least, or the most.
-        at_bound: the figure if FreeKV's steps took as long as they must, and all else what it took.
+        possible: the figure if FreeKV's steps took as little as they can, and all else what it took.
     """
 
     what: str
     found: float | None
     aim: float
     least: bool
-    at_bound: float | None = None
+    possible: float | None = None
 
     @property
     def row(self) -> tuple:
         bound = f"{'at least' if self.least else 'at most'} {self.aim:g}"
         reached = None if self.found is None else "yes" if (self.found >= self.aim) == self.least or self.found == self.aim else "NO"
-        return self.what, self.found, bound, reached, self.at_bound
+        return self.what, self.found, bound, reached, self.possible
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Section:
         name: of the file, ``paper-FIGURE-SHAPE``, which the pictures' names begin with.
         written: the file's content.
         directory: takes the pictures.
+        facts: what the takeaways tell of it.
     """
 
     figure: str
@@ -51,6 +53,7 @@ class Section:
     directory: Path
     parts: list[str] = field(default_factory=list)
     aims: list[Aim] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)
 
     @classmethod
     def of(cls, figure: str, path: Path, directory: Path) -> Section:
@@ -59,7 +62,7 @@ class Section:
     @property
     def shape(self) -> str:
         shape = self.name.split("-", 2)[2]
-        return TITLES.get(shape, shape)
+        return SHAPES.get(shape, shape)
 
     @property
     def results(self) -> dict:
@@ -79,14 +82,29 @@ class Section:
 
     @property
     def markdown(self) -> str:
-        return "\n\n".join((f"## {self.figure}: {self.shape}", self.sources, *self.parts))
+        return "\n\n".join((f"## {self.figure}: {self.shape}", *self.parts))
 
     @property
-    def sources(self) -> str:
-        """By what command and on what the results were made, each combination once."""
-        used = [self.written["runs"][number] for number in sorted({result["run"] for result in self.results.values()})]
-        lines = {f"`{run['command']}`: " + ", ".join(f"{fact} {run.get(fact)}" for fact in FACTS): None for run in used}
-        return "\n".join(f"- {line}" for line in lines)
+    def used(self) -> list[dict]:
+        """The runs that made the results."""
+        return [self.written["runs"][number] for number in sorted({result["run"] for result in self.results.values()})]
+
+    @property
+    def sources(self) -> list[tuple]:
+        """By what command and on what the results were made, each combination once: rows of the page's last table."""
+        rows = [(self.name, f"`{run['command']}`", *_made(run)) for run in self.used]
+        return list(dict.fromkeys(rows))
+
+    @property
+    def software(self) -> list[str]:
+        return list(dict.fromkeys(", ".join(f"{name} {run[name]}" for name in SOFTWARE if name in run) for run in self.used))
+
+
+def _made(run: dict) -> tuple[str | None, str | None, str | None]:
+    """On what, of which commit, and when."""
+    device = f"{run['device']}, {run['cores']} cores" if "cores" in run else run.get("device")
+    commit = run.get("commit")
+    return device, commit and commit + ("-dirty" if run.get("dirty") else ""), run.get("date", "").split("T")[0] or None
 
 
 def ms(seconds: float) -> str:

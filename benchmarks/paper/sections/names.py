@@ -1,0 +1,38 @@
+"""What the keys of results are called on the page."""
+
+from __future__ import annotations
+
+SHAPES = {"llama-3.1-8b": "Llama-3.1-8B", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-8b": "Qwen3-8B"}
+SYSTEMS = {"stock": "stock SGLang", "freekv": "FreeKV"}
+SCENARIOS = {"long-input": "Long input", "long-generation": "Long generation", "long-both": "Long input and long generation"}
+METHODS = {
+    "full": "full attention",
+    "window": "a window alone",
+    "raas": "RaaS",
+    "razor": "RazorAttention",
+    "quest": "Quest",
+    "arkvale": "ArkVale",
+    "arkvale-copies": "ArkVale, host copies",
+    "shadowkv": "ShadowKV",
+    "infinigen": "InfiniGen",
+    "infinigen-copies": "InfiniGen, host copies",
+    "louiskv": "LouisKV's trigger",
+    "freekv": "FreeKV",
+}
+ABLATION = {
+    "base": "base: NHD units, one copy at a time",
+    "+hybrid_layout": "+ units in one piece (HND)",
+    "+double_buffer": "+ two buffers",
+    "+speculation": "+ selection a step ahead",
+    "+zero_copy": "+ a gather kernel for the copy engine",
+    "+device_side": "+ no question to the host",
+    "+graph": "+ one CUDA graph: FreeKV",
+    "+slack": "FreeKV, device cache of twice the budget",
+    "only-double_buffer": "base, two buffers",
+    "only-speculation": "base, selection a step ahead",
+    "only-zero_copy": "base, a gather kernel",
+    "only-slack": "base, twice the device cache",
+    "-hybrid_layout": "FreeKV without units in one piece",
+    "-speculation": "FreeKV without selection a step ahead",
+    "-graph": "FreeKV without the CUDA graph",
+}

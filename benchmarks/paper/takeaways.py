@@ -1,0 +1,76 @@
+"""What the page begins with: five sentences of the results, losses among them, each left out where its results are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paper.latency import Answer
+from paper.sections import Section
+from paper.sections.names import METHODS
+
+
+def takeaways(sections: list[Section]) -> list[str]:
+    facts: dict = {}
+    for section in reversed(sections):  # the first shape's count
+        facts |= section.facts
+    everyone = [answer for section in sections for answer in section.facts.get("answers", [])]
+    return [*_memory(facts), *_alone(facts), *_losses(facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
+
+
+def _memory(facts: dict) -> Iterator[str]:
+    if facts.get("decoding") and facts.get("tokens"):
+        yield (
+            f"**On the same device memory, long prompts decode faster.** With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, FreeKV "
+            f"decodes {facts['decoding']:.1f} times stock SGLang's tokens per second. With prefill counted the factor is {facts['tokens']:.1f}."
+        )
+
+
+def _alone(facts: dict) -> Iterator[str]:
+    if facts.get("alone"):
+        told = ", ".join(f"{ratio:.2f} at {context // 1024}K" for context, ratio in sorted(facts["alone"].items()))
+        yield f"**One request alone gains only where its context is long.** Its time per token, over stock SGLang's, is {told}."
+
+
+def _losses(facts: dict) -> Iterator[str]:
+    row, hits = facts.get("slowest"), facts.get("hits")
+    if row is not None and row.tpot[2] > 1:
+        late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long." if hits else ""
+        yield (
+            "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit.** With "
+            f"{row.batch} requests of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late} "
+            "The prefix is then streamed from host memory."
+        )
+
+
+def _load(facts: dict) -> Iterator[str]:
+    best = facts.get("goodput", {})
+    if {"stock", "freekv"} <= best.keys():
+        limits, late, rate = facts["limits"], facts["p99_ttft_ms"], best["stock"]
+        tail = ""
+        if {("stock", rate), ("freekv", rate)} <= late.keys():
+            tail = f" At {rate:g} a second its slowest 1% of first tokens take {late['freekv', rate] / 1e3:.2f} s, stock SGLang's {late['stock', rate] / 1e3:.2f} s."
+        yield (
+            f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}.** Within "
+            f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
+            f"requests per second and stock SGLang {best['stock']:.1f}.{tail}"
+        )
+
+
+def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
+    """Of the first shape's long input, and of everyone's long generation."""
+    found = {answer.method: answer for answer in answers if answer[:2] == ("long-input", 8)}
+    full = found.get("full")
+    if full is None or full.freekv_whole is None:
+        return
+    text = (
+        f"**Against other methods in one engine the work decides.** On long input at batch 8, full attention decodes {full.freekv:.2f} times as "
+        f"long as FreeKV. With prefill its answers take {full.freekv_whole:.2f} times as long."
+    )
+    generated = [each for each in everyone if each.scenario == "long-generation" and each.freekv]
+    told = []
+    for method in ("full", "louiskv"):
+        mine = [each.freekv for each in generated if each.method == method]
+        if wins := sum(ratio < 1 for ratio in mine):
+            name = METHODS[method][0].upper() + METHODS[method][1:]
+            told.append(f" {name} takes {min(mine):.2f} to {max(mine):.2f} of FreeKV's time and is faster in {wins} of {len(mine)}.")
+    yield text + (f" On long generation others win, over all shapes and batches.{''.join(told)}" if told else "")

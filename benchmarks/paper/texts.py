@@ -1,0 +1,85 @@
+"""The page's texts that no result makes: what was measured, the words, and what is to be known of the rows."""
+
+from __future__ import annotations
+
+from profiles import EMULATED, MISSED, PROFILES
+
+from report import markdown
+
+HEAD = """# Speed
+
+How fast FreeKV decodes, answers and serves, beside stock SGLang and beside other methods. `benchmarks/paper/figures.py` makes this page
+from the files in `benchmarks/results`, and a test holds it to them. [How each figure is measured](../benchmarks/paper/README.md)."""
+
+MEASURED = """## What was measured
+
+One NVIDIA H200 with PCIe 5.0, in bfloat16, with dummy weights in the shapes of public models. FreeKV has its defaults: a budget of 2,048
+tokens with a sink and a window of 512 each, and pages of 32 tokens. Stock SGLang 0.5.17 runs with FlashInfer and CUDA graphs.
+FlashAttention 3, FP8 KV and HiCache are not in the comparison. Cards of one kind differ by some percent, and the two sides of a cell were
+not always measured on the same card. The last section names commands and commits.
+
+Random weights select at random, so the benchmarks replay a load. It has two shares, c and x:
+
+| word | meaning |
+|---|---|
+| c | the share of kv heads that are corrected in a step |
+| x | the share of selected pages that the device cache lacks |
+| TPOT, TTFT | the time from one output token to the next in the mean, and the time to the first token |
+| hit, cold | the prompt is in the prefix tree, or is computed |
+| a window alone | attention to as many tokens as the budget, with no selection and no recall: no method that selects can be faster in this engine |
+| least time | the longer of two times: the bytes over the link, and the bytes in device memory, at the rates of copies in the same run |
+| compute, select | the step of a window alone, and what comes on top without copies |
+| recall exposed, recall hidden | the time that copies add to a step, and the rest of the link's time for them |"""
+
+LIMITS = """The load has limits that the figures inherit:
+
+- The shares are one model's, {model}, on one task. They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
+- SGLang's cells and the ablation replay x {mean:g} at every context, the mean over contexts. So did the methods at 32K and above. The
+  source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured again.
+- The cells against stock SGLang replay the c of tau 0.8, and the default tau is 0.9. A correction rate of 0.59 is in [the data path](data-path.md).
+- Every layer gets the mean of all layers. In the one real model that could be measured, layers differ widely:"""
+
+NOTES = """## How to read the methods' rows
+
+All methods run in one engine, so that methods are compared and not implementations. Every layer is compressed there, where the server
+keeps layer 0 dense. Some rows are not as their papers run them:
+
+| row | what differs |
+|---|---|
+| RaaS | keeps every prompt in the accuracy tables, and reads the budget here; the FreeKV paper compares it at the budget |
+| RazorAttention | 15% of the kv heads read everything here, as in its paper; in the accuracy tables the budget pays for one of 14, 7% |
+| InfiniGen | selects by 30% of the dimensions here, as in its paper; in the accuracy tables by 20% |
+| Quest, ArkVale | have pages of 32 tokens here, as FreeKV; Quest recalls nothing, because all its KV is on the device |
+| ArkVale, InfiniGen, host copies | recall as their authors' programs do, with the host in the way |
+| LouisKV's trigger | the rate of selection that its paper reports, on FreeKV's pages and engine |
+
+The accuracy of these methods stands in [accuracy](accuracy.md), where rows at equal budget and equal pages are given as far as they have
+been measured."""
+
+AIMS = """## Aims
+
+The aims are the project's own. Those over ArkVale, InfiniGen and ShadowKV are near the factors that the FreeKV paper reports. *Possible*
+estimates a figure if FreeKV's steps took their least time and all else were as measured. Where *possible* misses the aim, faster code
+alone does not reach it on this machine and load. The paper's factors are reached against recall as the authors' programs do it (host
+copies). Against the same methods in this engine they are not. The aim beside a window alone ends at batch 8, and the sections above show
+batch 16, too."""
+
+REPRODUCE = """## Reproduce
+
+Each row made some results of the file that it names. A file may have results of several commits, because a run measures what is missing.
+Software: {software}."""
+
+
+def measured() -> str:
+    profile, small = PROFILES[EMULATED], PROFILES["smollm2-135m-instruct"]
+    told = LIMITS.format(model=profile["model"], mean=MISSED, long=profile["missed_pages_by_context"]["16384"])
+    rows = [
+        (f"tau {tau}", profile["corrected_kv_heads"][tau], small["corrected_kv_heads"][tau], _ends(small["corrected_by_layer"][tau]))
+        for tau in ("0.8", "0.9")
+    ]
+    head = ("c", profile["model"], f"{small['model']}, all layers", "its lowest and highest layer")
+    return "\n\n".join((MEASURED, told, markdown(head, rows)))
+
+
+def _ends(shares: list[float]) -> str:
+    return f"{min(shares):.2f}, {max(shares):.2f}"
