@@ -12,8 +12,9 @@ import yaml
 from sglang.srt.server_args import ServerArgs
 
 from sglang_freekv import __version__
-from sglang_freekv.config import typed
+from sglang_freekv.config import GIB, FreeKVConfig, typed
 from sglang_freekv.launch import flags
+from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.metrics import METRICS
 from sglang_freekv.options import FLAGS
 
@@ -29,6 +30,7 @@ COMMIT = r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b"
 
 
 REWRITTEN = [name for name in DOCUMENTS if not re.match(r"docs/(accuracy|data-path|speed)|benchmarks/", name)]
+MODELS = {"Llama-3.1-8B": (32, 8, 32), "Qwen3-32B": (64, 8, 64), "Llama-3.1-70B": (80, 8, 64), "Qwen3-235B-A22B": (94, 4, 64)}
 
 
 def prose(text: str) -> str:
@@ -123,3 +125,14 @@ def test_the_citation_is_of_this_version_and_of_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__ and citation["license"] == "Apache-2.0"
     assert [work["url"] for work in citation["references"]] == ["https://arxiv.org/abs/2505.13109"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_memory_of_a_request_is_what_the_server_reckons(model):
+    layers, kv_heads, query_heads = MODELS[model]  # of 128 dimensions, in bfloat16
+    shape = KVShape(layers - 1, 1, kv_heads, query_heads, 128, 2 * 128, 2)
+    sizes = {tokens: Sizing(FreeKVConfig(), shape, tokens) for tokens in (1 << 15, 1 << 17)}
+    host = [f"{size.host_bytes_per_token * tokens / GIB:.1f}" for tokens, size in sizes.items()]
+    device = [f"{(size.device_bytes_per_token * tokens + size.row_bytes) / GIB:.2f}" for tokens, size in sizes.items()]
+    stock = " / ".join(f"{layers * shape.layer_token_bytes * tokens / GIB:.1f}" for tokens in sizes)
+    assert f"| {' | '.join([model, *host, *device, stock])} |" in DOCUMENTS["README.md"].read_text()
