@@ -12,6 +12,7 @@ import yaml
 from sglang.srt.server_args import ServerArgs
 
 from sglang_freekv import __version__
+from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import GIB, FreeKVConfig, typed
 from sglang_freekv.launch import flags
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
@@ -136,3 +137,9 @@ def test_the_memory_of_a_request_is_what_the_server_reckons(model):
     device = [f"{(size.device_bytes_per_token * tokens + size.row_bytes) / GIB:.2f}" for tokens, size in sizes.items()]
     stock = " / ".join(f"{layers * shape.layer_token_bytes * tokens / GIB:.1f}" for tokens in sizes)
     assert f"| {' | '.join([model, *host, *device, stock])} |" in DOCUMENTS["README.md"].read_text()
+
+
+def test_the_models_that_are_called_tested_are():
+    [named] = re.findall(r"\| models \| (.*?): tested", DOCUMENTS["README.md"].read_text())
+    tested = {name.removesuffix("ForCausalLM").lower() for name in TESTED_ARCHITECTURES}
+    assert {name.replace("-", "").lower() for name in named.split(", ")} == tested
