@@ -48,6 +48,16 @@ LAUNCHER = (
         "meta_info['freekv'] is a running total, where custom info otherwise grows by one item per token",
     ),
     Patch(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request", "self request raw_request",
+        AROUND, "openai_answers:handle_request",
+        "SGLang returns meta_info in whole chat completions only, not in streams and not in completions",
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request",
+        AROUND, "openai_answers:generate_request",
+        "where meta_info is, for an answer that asks for it",
+    ),
+    Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request",
         BEFORE, "requests:refuse_too_many_answers",
         "a request for 2 ** 31 answers is made into as many requests at once, which ends the server",
@@ -119,6 +129,11 @@ SCHEDULER = (
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_customized_info",
         "self i req logits_output", AFTER, "counts:collect",
         "per-request counts, and the totals",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
+        "self req", AFTER, "counts:cached_on_the_host",
+        "SGLang takes the pages of a prefix hit for device memory, and they are in host memory",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info", "self", AFTER, "observe:describe",

@@ -53,6 +53,13 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     pool.totals.add(counts.update(tuple(step.rows[i]), req.seqlen, step.decoded))
 
 
+def cached_on_the_host(details, *args) -> None:
+    """AFTER SGLang has told where the tokens of a prefix hit come from: retrieval layers bring them from host memory."""
+    if details is not None:
+        details["host"] += details["device"]
+        details["device"] = 0
+
+
 class AccumulatedInfo(dict):
     """What the tokenizer manager has received of a request's custom info. Ours is a running total that replaces the last one
     instead of growing by an item per token, so it is no key to be sliced by token."""

@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import openai
 import pytest
 import sglang as sgl
 import tasks
@@ -53,6 +54,37 @@ def test_streaming_through_the_openai_api(fleet):
     with fleet.small.open("/v1/chat/completions", body) as response:
         deltas = [json.loads(line[6:])["choices"] for line in response if line.startswith(b"data: {")]
     assert "".join(choice["delta"].get("content") or "" for delta in deltas for choice in delta) == prompt.answer_text
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
+def test_openai_answers_carry_the_counts_of_each_choice(fleet, chat):
+    document = a_document(1500)
+    prompt, tokens = document.ask(document.facts[0]), 12
+    asked = {"messages": list(prompt.messages)} if chat else {"prompt": [int(token) for token in prompt.token_ids]}
+    asked |= {"model": "needle", "temperature": 0, "max_tokens": tokens, "n": 2, "extra_body": {"ignore_eos": True, "return_meta_info": True}}
+    counts = fleet.small.generate(prompt.token_ids, tokens)["meta_info"]["freekv"]
+    assert counts["decode_steps"] == tokens - 1 and counts["recalled_units"] > 0
+    with openai.OpenAI(base_url=f"{fleet.small.url}/v1", api_key="none") as client:
+        create = client.chat.completions.create if chat else client.completions.create
+        whole = create(**asked)
+        chunks = list(create(**asked, stream=True, stream_options={"include_usage": True}))
+        plain = list(create(**asked | {"extra_body": None}, stream=True))
+    assert [choice.meta_info["freekv"] for choice in whole.choices] == [counts] * 2
+    last = {choice.index: choice for chunk in chunks for choice in chunk.choices if choice.finish_reason}
+    assert [last[index].meta_info["freekv"] for index in range(2)] == [counts] * 2
+    assert sum(hasattr(choice, "meta_info") for chunk in chunks for choice in chunk.choices) == 2
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 2 * tokens
+    assert not any(hasattr(choice, "meta_info") for chunk in plain for choice in chunk.choices)
+    with pytest.raises(RuntimeError, match="answered 400"):
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        fleet.small.post(path, {name: value for name, value in asked.items() if name != "extra_body"} | {"return_meta_info": "si"})
+
+
+def test_a_prefix_hit_comes_from_host_memory(fleet):
+    fleet.small.flush()
+    body = {"input_ids": [int(token) for token in a_document(1500).token_ids], "sampling_params": {"max_new_tokens": 1}}
+    cached = [fleet.small.post("/generate", body)["meta_info"].get("cached_tokens_details") for _ in range(2)]
+    assert cached == [None, {"device": 0, "host": 1472}]
 
 
 def test_server_info_and_metrics(fleet):
