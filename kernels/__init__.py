@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device kernels, and the PyTorch references that specify them: on a CPU a call goes to the reference, on a GPU to its twin."""
+"""The kernels. A Triton kernel runs on a GPU; the PyTorch reference that specifies it runs on a CPU."""
 
-if __name__ == "kernels":  # the checkout root is on sys.path, and someone asks for Hugging Face's `kernels`
+if __name__ == "kernels":  # the checkout root is on sys.path, and the caller wants Hugging Face's `kernels`
     from ._shadow import hand_over
 
     hand_over()

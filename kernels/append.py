@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Append: the new token of every request, into the slot of its current page."""
+"""Append: write the new token of every request into the slot of its current page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def append_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As reference.append_tokens, both results int32; 0 and -1 for rows of padding."""
+    """As reference.append_tokens. Both results are int32; a padding request has 0 and -1 in them."""
     batch, num_heads, head_dim = new_keys.shape
     page_size, capacity = keys.shape[1], slot_pages.shape[2]
     assert new_keys.stride(2) == new_values.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over the slots that a step attends to, split over programs and merged."""
+"""Decode attention over the slots that a step reads. Programs share the tokens of a kv head, and a merge adds up their shares."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from sglang_freekv.kernels.follow import await_previous, following
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.shares import Shares
 
-PROGRAMS = 464  # two run at once on each SM of an H100 or H200, and a recall takes some: two rounds even that out
-PROGRAMS_OF_THE_REST = 1056  # where most have nothing to do, the others should not take long
-MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8  # of one kv head: the merge holds all; a fifth of the selected pages is a few tiles
+# An SM of an H100 or H200 runs two programs at once, and a recall holds some SMs; a second round of programs evens that out.
+PROGRAMS = 464  # trials of both numbers: benchmarks/results/bench_step-history.json
+PROGRAMS_OF_THE_REST = 1056  # most of them have no work, so each has a small share
+# Splits of one kv head's tokens. The merge holds all splits at once, and the few missing pages of a kv head fill few tiles.
+MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8
 
 
 def attend_pages(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float
 ) -> torch.Tensor:
-    """As :func:`reference.attend_pages`; one program for each (request, kv head, share of its tokens), and one to merge the shares.
+    """As :func:`reference.attend_pages`; one program for each (request, kv head, split of its tokens), and a merge of the splits.
 
     ``queries`` may be a view of wider rows.
     """
@@ -43,7 +45,7 @@ def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> 
 def attend_present(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
-    """As :func:`reference.attend_present`, of every kv head that many of its pages."""
+    """As :func:`reference.attend_present`; one program for each (request, kv head, split of its present pages)."""
     splits, _ = _splits(queries, keys, reads)
     _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits)
 
@@ -51,7 +53,7 @@ def attend_present(
 def attend_rest(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
-    """As :func:`reference.attend_rest`; programs that have nothing to attend to end at once."""
+    """As :func:`reference.attend_rest`; a program without tokens to attend to ends at once."""
     _, splits = _splits(queries, keys, reads)
     _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits, rest=True)
 
@@ -76,12 +78,12 @@ def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtyp
 
 
 def _block_t(keys: torch.Tensor) -> int:
-    """Tokens of a tile."""
+    """Tokens in a tile."""
     return max(16, min(64, 16384 // (triton.next_power_of_2(keys.shape[3]) * keys.element_size())))
 
 
 def _splits(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> tuple[int, int]:
-    """Programs for each (request, kv head), of what is present and of the rest."""
+    """Splits of each (request, kv head): of its present pages, and of the rest."""
     (_, page_size, num_kv_heads, _), width = keys.shape, reads.slots.shape[2]
     tiles, units = triton.cdiv(width * page_size, _block_t(keys)), len(queries) * num_kv_heads
     limits = (PROGRAMS, MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST)
@@ -122,7 +124,7 @@ def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, spl
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4,
         num_stages=3,
-        **following(keys.device, closely=rest),  # right before the others comes nothing that they wait for
+        **following(keys.device, closely=rest),  # the other attentions wait for no kernel that runs right before them
     )
 
 
@@ -136,7 +138,7 @@ def _attend_pages(
     p_pages,  # [B, H, A]
     p_present,  # [B, H] or None
     p_output,  # [B, Hq, N, D]
-    p_weights,  # [B, Hq, N], None if there is one split
+    p_weights,  # [B, Hq, N], or None with one split
     stride_b,
     stride_h,
     A,
@@ -170,7 +172,7 @@ def _attend_pages(
         p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
     ).to(p_keys.dtype.element_ty)
 
-    # tokens of the listed pages, and this program's share of them in whole tiles
+    # tokens of the listed pages, and this program's split of them in whole tiles
     p_slots += (i_b * H + i_h) * A
     p_pages += (i_b * H + i_h) * A
     tokens = S * tl.minimum(tl.cdiv(seq_len, S), A)
@@ -199,14 +201,14 @@ def _attend_pages(
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         b_logit = tl.where(m_logit[None, :], b_logit, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_logit, 1))
-        b_base = tl.where(b_new > float("-inf"), b_new, 0.0)  # nothing visible so far: no inf - inf
+        b_base = tl.where(b_new > float("-inf"), b_new, 0.0)  # no token visible yet: avoids inf - inf
         b_p = tl.exp2(b_logit - b_base[:, None])
         b_decay = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
         b_max = b_new
 
-    b_sum = tl.where(b_sum == 0, 1.0, b_sum)  # NaN stays, so that the weight is NaN too: what weighs -inf is not merged
+    b_sum = tl.where(b_sum == 0, 1.0, b_sum)  # keeps NaN, which makes the weight NaN: a weight of -inf would leave it out of the merge
     b_acc = b_acc / b_sum[:, None]
     o_out = (i_b * (H * G) + o_head) * N + i_n
     if REST:
@@ -218,7 +220,7 @@ def _attend_pages(
 
 @triton.jit
 def _locate(p_slots, p_pages, o_token, last, seq_len, S: tl.constexpr):
-    """Token rows of the cache that hold the listed tokens ``o_token``, and which of them may be read."""
+    """Token rows of the listed tokens ``o_token`` in the device cache, and a mask of those that may be read."""
     slot = tl.load(p_slots + o_token // S, mask=o_token < last, other=-1).to(tl.int64)
     page = tl.load(p_pages + o_token // S, mask=o_token < last, other=0)
     return slot * S + o_token % S, (slot >= 0) & (page * S + o_token % S < seq_len)
@@ -239,7 +241,7 @@ def _merge_shares(
     i_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_weight = tl.load(p_weights + i_head * N + o_n, mask=o_n < N, other=float("-inf"))
-    m_n, m_d = b_weight != float("-inf"), o_d < D  # what weighs nothing may not have been written
+    m_n, m_d = b_weight != float("-inf"), o_d < D  # a part of weight -inf may never have been written
     o_part = (i_head * N + o_n)[:, None] * D + o_d[None, :]
     b_part = tl.load(p_parts + o_part, mask=m_n[:, None] & m_d[None, :], other=0.0)
     top = tl.max(b_weight, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of (page, kv head) units: written when a page leaves the device, compared with what has come back."""
+"""Checksums of units: written when a page leaves the device, compared when its units come back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_freekv.kernels.reference import SPREAD
 def checksum_pages(
     keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, checksums: torch.Tensor, page_size: int
 ) -> None:
-    """As reference.checksum_pages; a program for every (page, kv head)."""
+    """As reference.checksum_pages; one program for each (page, kv head)."""
     keys, values = keys.view(torch.int32), values.view(torch.int32)
     num_heads, row_words = keys.shape[1:]
     assert keys.stride(2) == 1 and keys.stride() == values.stride() and checksums.is_contiguous()
@@ -50,7 +50,7 @@ def verify_units(
     *,
     programs: int = 128,
 ) -> None:
-    """As reference.verify_units; ``programs`` programs, so that the rest of the device computes on."""
+    """As reference.verify_units. Only ``programs`` programs run, which leaves the rest of the device to the computation."""
     keys, values = keys.view(torch.int32), values.view(torch.int32)
     num_heads, row_words = keys.shape[1:]
     assert keys.stride(2) == 1 and keys.stride() == values.stride() and checksums.is_contiguous() and faults.is_contiguous()
@@ -149,7 +149,7 @@ def _verify_kernel(
 
 @triton.jit
 def _sum(p_keys, p_values, stride_token, S, D, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SPREAD: tl.constexpr):
-    """Of the words of one unit, each times an odd number of its place; modulo 2 ** 32."""
+    """Checksum of one unit, as reference.checksum_pages defines it."""
     o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     m_unit = (o_s < S) & (o_d < D)
     o_rows, i_word = o_s * stride_token + o_d, o_s * D + o_d

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kv heads' queries turned since the last step."""
+"""Correction: which kv heads have a query unlike their last one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def needs_correction(
     batch, num_heads, head_dim = queries.shape
     group = num_heads // num_kv_heads
     assert queries.stride(2) == 1 and previous.is_contiguous() and counts.is_contiguous()
-    turned = torch.empty(batch, num_kv_heads, dtype=torch.bool, device=queries.device)
+    corrected = torch.empty(batch, num_kv_heads, dtype=torch.bool, device=queries.device)
     block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     _needs_correction[(batch, num_kv_heads)](
         queries,
         rows,
         previous,
         counts,
-        turned,
+        corrected,
         float(tau),
         queries.stride(0),
         queries.stride(1),
@@ -37,7 +37,7 @@ def needs_correction(
         BLOCK_D=block_d,
         num_warps=min(4, max(1, block_g * block_d // 1024)),
     )
-    return turned
+    return corrected
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _needs_correction(
     p_rows,  # [B]
     p_previous,  # [R, Hq, D]
     p_counts,  # [R, COUNTS]
-    p_turned,  # [B, H]
+    p_corrected,  # [B, H]
     tau,
     stride_b,
     stride_h,
@@ -61,7 +61,7 @@ def _needs_correction(
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     if row == 0:
-        tl.store(p_turned + i_b * H + i_h, row != 0)
+        tl.store(p_corrected + i_b * H + i_h, row != 0)
         return
     o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     mask = (o_g < G)[:, None] & (o_d < D)[None, :]
@@ -69,12 +69,12 @@ def _needs_correction(
     b_new = tl.load(p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=mask, other=0.0)
     p_old = p_previous + row * (H * G * D) + o_head[:, None] * D + o_d[None, :]
     b_old = tl.load(p_old, mask=mask, other=0.0)
-    tl.debug_barrier()  # a thread may write what another reads
+    tl.debug_barrier()  # all threads have read the last query before one overwrites it
     tl.store(p_old, b_new.to(p_previous.dtype.element_ty), mask=mask)
 
     x, y = b_new.to(tl.float32), b_old.to(tl.float32)
-    x /= tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-8)[:, None]  # torch divides first, so that nothing overflows
+    x /= tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-8)[:, None]  # divided before the product, as torch does, so that nothing overflows
     y /= tl.maximum(tl.sqrt(tl.sum(y * y, 1)), 1e-8)[:, None]
-    turned = tl.sum(tl.sum(x * y, 1), 0) / G < tau
-    tl.store(p_turned + i_b * H + i_h, turned)
-    tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
+    corrected = tl.sum(tl.sum(x * y, 1), 0) / G < tau
+    tl.store(p_corrected + i_b * H + i_h, corrected)
+    tl.atomic_add(p_counts + row * COUNTS + COLUMN, corrected.to(tl.int64), mask=corrected, sem="relaxed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digest: a box around the keys of full pages."""
+"""Digest: a box around the keys of each full page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_freekv.kernels.reference import Box
 def digest_pages(
     keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int, box: Box = "min-max"
 ) -> None:
-    """As reference.digest_pages, NaN included; a program for every (page, kv head)."""
+    """As reference.digest_pages, NaN included; one program for each (page, kv head)."""
     num_heads, head_dim = keys.shape[1:]
     assert keys.stride(2) == 1 and digests.is_contiguous()
     _digest_kernel[(len(host_pages), num_heads)](

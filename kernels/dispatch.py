@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: one name for a kernel and its reference; where the tensors are decides which runs."""
+"""Dispatch: one callable for a Triton kernel and its reference; the device of its tensors decides which runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from importlib import import_module
 
 from sglang_freekv.kernels import reference
 
-ON_DEVICE = {"recall_pages": 2, "stage_pages": 3}  # the argument that tells where: the first one of these is host memory
+ON_DEVICE = {"recall_pages": 2, "stage_pages": 3}  # index of the argument whose device decides: their first one is always in host memory
 
 
 def by_device(module: str, name: str) -> Callable:
-    """The kernel ``name`` of ``module`` for tensors on a GPU, the reference for tensors in host memory."""
+    """``name`` as a callable: the kernel of ``module`` for tensors on a GPU, the reference for tensors in host memory."""
     on_cpu = getattr(reference, name)
     index = ON_DEVICE.get(name, 0)
     compiled: list[Callable] = []
@@ -22,7 +22,7 @@ def by_device(module: str, name: str) -> Callable:
     def call(*args, **options):
         if not args[index].is_cuda:
             return on_cpu(*args, **options)
-        if not compiled:  # Triton is imported where there is a GPU to compile for
+        if not compiled:  # imported on the first call: Triton needs a GPU to compile for
             compiled.append(getattr(import_module(f"sglang_freekv.kernels.{module}"), name))
         return compiled[0](*args, **options)
 

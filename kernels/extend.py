@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extend attention: causal attention of new tokens over ``[prefix | new]``, planned once for all layers of a batch."""
+"""Extend attention: causal attention of new tokens over ``[prefix | new]``. A batch is planned once for all layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_freekv.kernels import reference
 
 
 class ReferenceExtend:
-    """PyTorch's attention, request after request."""
+    """Extend attention in PyTorch, one request after the other."""
 
     def plan(self, query_lens: list[int], key_lens: list[int]) -> None:
         self.query_lens, self.key_lens = query_lens, key_lens
@@ -19,11 +19,11 @@ class ReferenceExtend:
 
 
 class FlashInferExtend:
-    """FlashInfer's ragged prefill; its causal mask ends at the last key of each request, as ours does.
+    """Extend attention by FlashInfer's ragged prefill. Its causal mask ends at each request's last key, as the reference's does.
 
     Args:
-        query_heads, kv_heads, head_dim, dtype: of the model on this rank.
-        workspace_bytes: device memory for what FlashInfer splits.
+        query_heads, kv_heads, head_dim, dtype: shape and dtype of the model's attention on this rank.
+        workspace_bytes: device memory in which FlashInfer keeps partial results.
     """
 
     def __init__(

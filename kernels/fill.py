@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill: the pages of new slot tables, from token rows that are on the device already."""
+"""Fill: copy the pages of a newly seeded row into its slots, from token rows on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fill_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """As reference.fill_pages; a program for every (kv head, slot, request)."""
+    """As reference.fill_pages; one program for each (kv head, slot, request)."""
     num_heads, capacity = slot_pages.shape[1:]
     page_size, head_dim = keys.shape[1], keys.shape[3]
     assert source_keys.stride(2) == keys.stride(3) == 1 and slot_pages.is_contiguous()

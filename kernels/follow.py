@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programmatic dependent launch: a kernel takes its place on the device while the one before it in its stream still runs.
+"""Programmatic dependent launch: a kernel starts while the kernel before it in its stream still runs.
 
-Behind ``await_previous`` all is as in a usual launch; in front of it a kernel may read and write nothing. That is for what attention has to
-wait for: a recall ahead that begins a microsecond sooner takes processors from the matrix product that is being launched then.
+A kernel reads and writes nothing before ``await_previous``; behind it, everything is as in an ordinary launch. Only kernels that attention
+waits for are launched this way. A recall ahead that starts a microsecond sooner takes processors from the matrix product that is being
+launched at that moment (benchmarks/results/bench_step-history.json).
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ import triton.language as tl
 
 @lru_cache(maxsize=None)
 def can_follow(device: torch.device) -> bool:
-    """Whether the device is a Hopper: older ones do not know such launches, on newer ones they have not been run."""
+    """Whether the device is a Hopper GPU. Older GPUs have no such launches; on newer ones they have not been tried."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def following(device: torch.device, closely: bool = True) -> dict[str, bool]:
-    """Options of the launch of a kernel that begins with ``await_previous``; an ordinary launch if it need not follow ``closely``."""
+    """Launch options of a kernel that begins with ``await_previous``; those of an ordinary launch unless ``closely``."""
     return {"FOLLOWS": True, "launch_pdl": True} if closely and can_follow(device) else {"FOLLOWS": False}
 
 
 @triton.jit
 def await_previous(FOLLOWS: tl.constexpr):
-    """Until the kernel before this one is over and what it wrote is there."""
+    """Waits until the kernel before this one has ended and its writes are visible."""
     if FOLLOWS:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_in(FOLLOWED: tl.constexpr):
-    """The next kernel may take its place as soon as all programs of this one have come here."""
+    """Lets the next kernel start as soon as every program of this one has come here."""
     if FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Misses: the (page, kv head) units that a plan wants from the host, a list on the device that no host reads."""
+"""Misses: the units that a plan wants from the host pool, as a list on the device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class Misses:
-    """Filled by plans, emptied by ``recall_pages``.
+    """A list of missing units: plans fill it, ``recall_pages`` empties it.
 
     Args:
-        length: ``[4]`` int32: units in the list, the programs of a running recall that are done with it, the units of the last recall,
-            and how often the list was recalled.
-        host_pages, heads, slots: ``[M]`` int32: where a unit is, its kv head, and the slot that receives it.
+        length: ``[4]`` int32: units in the list, finished programs of a running recall, units of the last recall, recalls so far.
+        host_pages, heads, slots: ``[M]`` int32: each unit's host page, its kv head, and the slot that receives it.
     """
 
     length: torch.Tensor
@@ -32,7 +31,7 @@ class Misses:
         )
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Host pages, heads and slots of the units in the list; waits for the device."""
+        """Host pages, kv heads and slots of the units in the list, ``[N]`` int32 each; waits for the device."""
         count = int(self.length[0])
         return self.host_pages[:count], self.heads[:count], self.slots[:count]
 
@@ -49,5 +48,5 @@ class Misses:
 
     @property
     def recalled(self) -> torch.Tensor:
-        """``[2]``: units of the last recall, which are in the columns until the next plan, and its number."""
+        """``[2]`` int32: the units of the last recall, and the number of recalls. The next plan overwrites the units' columns."""
         return self.length[2:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload: full pages from device token rows to pinned host memory, written in place."""
+"""Offload: copy full pages from token rows on the device to pinned host memory, which the kernel writes in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def offload_pages(
     *,
     programs: int = 32,
 ) -> None:
-    """As reference.offload_pages; at most ``programs`` programs, so that the rest of the device computes on."""
+    """As reference.offload_pages. At most ``programs`` programs run, which leaves the rest of the device to the computation."""
     num_heads, _, page_size, head_dim = host_pool.shape[1:]
     num_units = len(host_pages) * num_heads
     assert host_pool.stride(4) == keys.stride(2) == 1 and keys.stride() == values.stride()

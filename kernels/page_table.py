@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page tables of a forward pass, read off SGLang's token slots."""
+"""Page table: the host page of each logical page of a forward pass, read from SGLang's token slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 256
 def snapshot_pages(
     req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int
 ) -> None:
-    """As reference.snapshot_pages; a program for every 256 pages of a request."""
+    """As reference.snapshot_pages; one program for every BLOCK pages of a request."""
     num_rows, num_pages = page_table.shape
     assert req_to_token.stride(1) == page_table.stride(1) == 1
     _snapshot_kernel[(num_rows, triton.cdiv(num_pages, BLOCK))](

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan the slots of a row: select pages by weight, keep what is resident, give what is missing a slot."""
+"""Plan: select pages for each kv head, keep the resident ones in their slots, and give each missing one a slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
 
-COMPARED = 16384  # pairs of a page and a slot that are compared at once: 64 for each thread of the narrowest kernel at most
+COMPARED = 16384  # (page, slot) pairs compared at once: at most 128 for each thread of the narrowest kernel, which has 4 warps
 
 
 def plan_pages(
@@ -34,9 +34,9 @@ def plan_pages(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """As reference.plan_pages; one program for each request and kv head.
+    """As reference.plan_pages; one program for each (request, kv head).
 
-    The units in a list of misses are in any order; those beyond its capacity are lost, though its length counts them.
+    The units of a list of misses come in no particular order. Units beyond its capacity are lost, though its length counts them.
     """
     assert all(x.is_contiguous() for x in reads)
     where = logits, rows, seq_lens, page_table, budget, turned, early
@@ -58,7 +58,7 @@ def plan_rest(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """As reference.plan_rest; programs that have nothing to select end at once."""
+    """As reference.plan_rest; a program with nothing to select ends at once."""
     where = logits, rows, seq_lens, page_table, budget, turned, early
     _launch(*where, slot_pages, attended, None, ahead, ahead, counts, page_size, pooling)
 
@@ -112,7 +112,7 @@ def _plan_pages(
     p_turned,  # [B, H]
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
-    p_notes,  # [B, H, P + 2 A] scratch, by which threads exchange what they know: weights of candidates, chosen pages, missing pages
+    p_notes,  # [B, H, P + 2 A] scratch that a program's threads share: weights of candidates, chosen pages, missing pages
     p_read_slots,  # [B, H, A] or None
     p_read_pages,  # [B, H, A] or None
     p_present,  # [B, H] or None
@@ -170,7 +170,7 @@ def _plan_pages(
             tl.store(p_present, A)
             tl.store(p_read_slots + o_a, -1, mask=o_a < A)
             return
-        if turned == 0:  # it attends to what was selected a step ago
+        if turned == 0:  # not corrected: this step reads what the last one selected
             b_slot = tl.load(p_list + o_a, mask=o_a < A, other=-1)
             b_held = tl.load(p_table + b_slot, mask=b_slot >= 0, other=0)
             tl.store(p_present, A)
@@ -182,7 +182,7 @@ def _plan_pages(
     p_weights = p_notes + (i_b * H + i_h) * (P + 2 * A)
     p_chosen, p_missing = p_weights + P, p_weights + P + A
     first_slot = (row * C).to(tl.int32)
-    ahead = 1 if REST else 1 - turned  # tokens that the context has more
+    ahead = 1 if REST else 1 - turned  # 1: select for the next step, whose context has one token more
     num_pages = tl.cdiv(seq_len + ahead, S)
     b_page = tl.load(p_table + o_c, mask=o_c < C, other=-1)
     num_candidates = num_pages - WINDOW - SINK
@@ -194,7 +194,7 @@ def _plan_pages(
         _choose(p_group, p_weights, p_chosen, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, C > A, P_BLOCK)
     num_chosen = tl.minimum(tl.maximum(num_candidates, 0), SELECTED)
 
-    # pages that are required, in order, against those that are held; pages from `begun` on have nothing to recall
+    # Compare the required pages, in order, with the pages in the slots. A page from `begun` on is not full: the host has none of it.
     tl.debug_barrier()
     first_of_window, begun = tl.maximum(num_pages - WINDOW, SINK), seq_len // S
     m_kept = o_c < 0
@@ -213,14 +213,14 @@ def _plan_pages(
         num_missing += both & 0xFFFF
         num_recalled += both >> 16
 
-    # what gives way to them: empty slots, then the lightest pages
+    # Missing pages take empty slots first, then those of the lightest pages.
     m_free = (o_c < C) & ~m_kept
     if C > A:
         m_ranked = m_free & (b_page >= SINK) & (b_page < tl.minimum(first_of_window, P))
         b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
-        # ~ turns the order round: the lightest are the heaviest
+        # ~ reverses the order of integers: the lightest become the heaviest
         m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), tl.sum(m_free.to(tl.int32), 0), num_missing)
-    # without slack every page that is held and not required gives way, or there are empty slots enough
+    # Without slack no weight decides: missing pages need every free slot, or the free slots are empty.
     b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)
     b_order, num_kept = (b_ranks >> 16) - 1, tl.sum(m_kept.to(tl.int32), 0)
     m_victim = m_free & (b_order < num_missing)
@@ -257,7 +257,7 @@ def _plan_pages(
 
 @triton.jit
 def _list_misses(p_length, p_pages, p_heads, p_slots, count, b_order, b_page, head, b_slot, mask, M):
-    """Put ``count`` units at the end of a list, those of ``mask`` in their order."""
+    """Add ``count`` units to the end of a list: those of ``mask``, in their order."""
     b_entry = tl.atomic_add(p_length, count, sem="relaxed") + b_order
     mask = mask & (b_entry < M)
     tl.store(p_pages + b_entry, b_page, mask=mask)
@@ -281,7 +281,7 @@ def _choose(
     WEIGHTS: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
-    """Note the chosen candidates in ascending order, and if someone asks the weights of all."""
+    """Write the chosen candidates in ascending order, and with WEIGHTS the weights of all candidates."""
     o_p = SINK + tl.arange(0, P_BLOCK)
     b_weight, m_chosen = weigh_and_choose(p_group, SINK, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, P_BLOCK)
     b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads: where the pages lie that one step attends to, written down before the slots are planned anew."""
+"""Reads: the slots and pages that one step attends to."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 class Reads(NamedTuple):
-    """Written by ``plan_pages``, read by attention, when the tables may be those of the next step already.
+    """What attention reads in one step. ``plan_pages`` writes it, because the tables may be those of the next step before attention runs.
 
-    Of a context of P pages a kv head has the smaller of P and A; a request of padding has none.
+    A kv head has min(P, A) entries in a context of P pages. A padding request has none.
 
     Args:
-        slots: ``[B, H, A]`` int32 slots of the device cache, -1 for none: those whose page is there come first.
-        pages: ``[B, H, A]`` int32 logical page in each; anything where there is none.
-        present: ``[B, H]`` int32: pages at the head of a list that nothing is recalled into, A if that is all of them. None: all, of every
-            kv head. For ``attend_present`` and ``attend_rest``; when ``attend_pages`` reads, all are there.
+        slots: ``[B, H, A]`` int32 slots of the device cache, -1 for none. Slots of present pages come first.
+        pages: ``[B, H, A]`` int32 logical page in each slot; undefined where the slot is -1.
+        present: ``[B, H]`` int32 number of entries that the correction's recall does not fill, A for a kv head that is not corrected.
+            ``attend_present`` takes these entries and ``attend_rest`` the others; ``attend_pages`` takes all. None means all.
     """
 
     slots: torch.Tensor
@@ -26,13 +26,13 @@ class Reads(NamedTuple):
 
     @classmethod
     def allocate(cls, batch: int, num_kv_heads: int, num_attended: int, device: torch.device) -> Reads:
-        """Room for a plan to write."""
+        """Uninitialised tensors for a plan to write, with A = ``num_attended``."""
         slots, pages = torch.empty(2, batch, num_kv_heads, num_attended, dtype=torch.int32, device=device)
         return cls(slots, pages, torch.empty(batch, num_kv_heads, dtype=torch.int32, device=device))
 
     @classmethod
     def of(cls, rows: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor) -> Reads:
-        """What the tables ``[R, H, C]`` and ``[R, H, A]`` say now of ``rows [B]``, all of it there."""
+        """The entries that ``slot_pages [R, H, C]`` and ``attended [R, H, A]`` have now for ``rows [B]``, all present."""
         listed = attended[rows].where((rows > 0)[:, None, None], -1)
         pages = slot_pages[rows].gather(2, listed.clamp(min=0).long())
         slots = (rows[:, None, None] * slot_pages.shape[2] + listed).where(listed >= 0, -1)

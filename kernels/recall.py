@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall: the missing (page, kv head) units, read out of pinned host memory in place."""
+"""Recall: copy missing units to their slots, out of pinned host memory that the kernel reads in place."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def recall_pages(
     *,
     prefetch: bool = True,
 ) -> None:
-    """As reference.recall_pages; few programs with much in flight, so that the rest of the device computes on.
+    """As reference.recall_pages. Few programs keep much in flight, which leaves the rest of the device to the computation.
 
     Args:
-        programs: how many; 8 of them fill the link.
-        closely: whether they take their places while the plan before them still runs.
-        prefetch: every program keeps two reads in flight, not one: of a unit each, or of as many small ones as make 16 KiB.
+        programs: number of programs. Eight fill the link (benchmarks/results/bench_recall.json).
+        closely: the programs start while the plan before them still runs.
+        prefetch: a program keeps two reads in flight instead of one. A read is one unit, or as many small units as make 16 KiB.
     """
-    # As 32-bit words: halves of them would be taken apart and put together, which waits for the unit that is still on its way.
+    # Rows are read as 32-bit words. Triton would unpack and pack 16-bit elements, and so wait for a unit that is still in flight.
     host_pool, keys, values = (tensor.view(torch.int32) for tensor in (host_pool, keys, values))
     page_size, row_words = host_pool.shape[3:]
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(row_words)
@@ -51,7 +51,7 @@ def recall_pages(
         UNITS=units,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
-        PREFETCH=prefetch and block_s * block_d <= 8192,  # the registers hold two units of 64 KiB
+        PREFETCH=prefetch and block_s * block_d <= 8192,  # two units of up to 64 KiB fit the registers
         num_warps=8,
         **following(keys.device, closely),
     )
@@ -76,7 +76,7 @@ def _recall_kernel(
     stride_head,
     S: tl.constexpr,
     D: tl.constexpr,
-    UNITS: tl.constexpr,  # that are read at once
+    UNITS: tl.constexpr,  # units that are read at once
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -93,9 +93,9 @@ def _recall_kernel(
     p_values += o_out
     first, step = tl.program_id(0) * UNITS, tl.num_programs(0) * UNITS
     count = tl.minimum(tl.load(p_length), M)
-    o_u = 0 if UNITS == 1 else o_t // BLOCK_S  # a number where that will do: its loads are one, not one for each row
+    o_u = 0 if UNITS == 1 else o_t // BLOCK_S  # a scalar with UNITS == 1, which is looked up once instead of once a row
 
-    if PREFETCH:  # even units have registers of their own, and odd ones: one is read while the other is written
+    if PREFETCH:  # even and odd units have registers of their own: one is read while the other is written
         m = first + o_u < count
         o_in, o_even = _locate(first + o_u, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
         m_even = m_unit & m
@@ -126,7 +126,7 @@ def _recall_kernel(
             tl.store(p_keys + o_slot, b_keys, mask=m_unit & m)
             tl.store(p_values + o_slot, b_values, mask=m_unit & m)
 
-    # The last program to be done empties the list. The barrier: a warp of this one may not have read the length yet.
+    # The last program to finish empties the list. The barrier comes first, because a warp of it may not have read the length yet.
     tl.debug_barrier()
     if tl.atomic_add(p_length + 1, 1) == tl.num_programs(0) - 1:
         tl.store(p_length, 0)
@@ -137,7 +137,7 @@ def _recall_kernel(
 
 @triton.jit
 def _locate(i, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head):
-    """Offsets of the i-th unit, or of several, in the host pool and in the device cache."""
+    """Offsets of unit ``i``, or of several units, in the host pool and in the device cache."""
     i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
     i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
     i_slot = tl.load(p_slots + i, mask=m, other=0).to(tl.int64)

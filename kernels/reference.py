@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch specification of every kernel; on CPU these are the kernels.
+"""PyTorch specification of every kernel. On a CPU these functions are the kernels.
 
-Letters: B requests, H kv heads, G query heads of a kv head (Hq = H * G), D head_dim, S tokens of a page, R rows, C slots of a row,
-A pages attended to in one step, P pages of the longest context, K selected pages, T tokens. Integers may be of any width; -1 means none.
+Letters of a batch: B requests, T tokens, P pages of the longest context, H kv heads, G query heads of a kv head (Hq = H * G), D head_dim.
+Letters of the pools: S tokens of a page, R rows, C slots of a row, A pages attended to in one step. N and M are lengths of lists.
+Integer tensors may have any width, and -1 in them means none.
 
 Layouts (paper section 4.2): the device cache is NHD, ``[R * C, S, H, D]`` for keys and for values; the host pool is HND,
-``[n_page, H, 2, S, D]``, so that one (page, kv head) is one contiguous unit of keys then values.
+``[n_page, H, 2, S, D]``. A unit, which is one (page, kv head), is therefore contiguous: its keys, then its values.
 
-Row 0 is padding: requests of that row are passed over, and their attention output is zero.
+Row 0 is padding. Kernels skip requests of that row, and their attention output is zero.
 """
 
 from sglang_freekv.kernels.reference_attention import (

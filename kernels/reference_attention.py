@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specification of attention; letters as in ``reference``."""
+"""Specification of decode and extend attention; letters as in ``reference``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from sglang_freekv.kernels.shares import Shares
 def attend_pages(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float
 ) -> torch.Tensor:
-    """Decode attention over the pages in ``reads``, all of them there.
+    """Decode attention over the pages in ``reads``, all of which are present.
 
     Args:
-        queries: ``[B, Hq, D]``.
-        keys, values: ``[R * C, S, H, D]``.
-        seq_lens: ``[B]`` tokens of context, the new one included; masks the partial last page.
+        queries: ``[B, Hq, D]`` post-RoPE.
+        keys, values: ``[R * C, S, H, D]`` device cache.
+        seq_lens: ``[B]`` tokens of context, the new one included. They mask the partial last page.
+        reads: slots and pages to attend to.
+        scale: factor of the logits ``q . k``.
 
     Returns:
-        ``[B, Hq, D]``, zeros for a request of padding.
+        ``[B, Hq, D]`` in the dtype of the queries, zeros for a padding request.
     """
     result = torch.zeros_like(queries)
     _attend(queries, keys, values, seq_lens, reads.slots, reads.pages, scale, result)
@@ -31,7 +33,7 @@ def attend_pages(
 
 
 def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> Shares:
-    """Room for an attention in parts: ``attend_present`` and ``attend_rest``, in any order or at once, and ``merge_shares`` behind both."""
+    """Uninitialised shares for ``attend_present`` and ``attend_rest``, in any order or at once, and for ``merge_shares`` behind both."""
     batch, num_heads, head_dim = queries.shape
     return Shares(queries.new_empty(batch, num_heads, 2, head_dim), queries.new_empty(batch, num_heads, 2, dtype=torch.float32))
 
@@ -39,19 +41,19 @@ def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> 
 def attend_present(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
-    """The part of ``attend_pages`` over the pages at the head of each list, which are there."""
+    """The part of ``attend_pages`` over the present pages, which are at the head of each list."""
     _attend_share(queries, keys, values, seq_lens, reads, scale, shares, ~_coming(reads), 0)
 
 
 def attend_rest(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
-    """The part over the others, which were on their way and are there now."""
+    """The part of ``attend_pages`` over the other pages, which the correction's recall has brought."""
     _attend_share(queries, keys, values, seq_lens, reads, scale, shares, _coming(reads), 1)
 
 
 def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[B, Hq, D]`` of ``dtype``, as of ``attend_pages``, from what ``Shares`` holds."""
+    """``[B, Hq, D]`` output of ``attend_pages`` in ``dtype``, from the two tensors of ``Shares``."""
     top = weights.amax(2, keepdim=True)
     parts = (weights - top.where(top > -torch.inf, 0)).exp2()[..., None]
     total = parts.sum(2)
@@ -59,21 +61,21 @@ def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtyp
 
 
 def _coming(reads: Reads) -> torch.Tensor:
-    """``[B, H, A]``: entries of the lists whose pages are on their way."""
+    """``[B, H, A]`` bool: entries of the lists that the correction's recall fills."""
     if reads.present is None:
         return torch.zeros_like(reads.slots, dtype=torch.bool)
     return torch.arange(reads.slots.shape[2], device=reads.slots.device) >= reads.present[..., None]
 
 
 def _attend_share(queries, keys, values, seq_lens, reads, scale, shares: Shares, whose: torch.Tensor, share: int) -> None:
-    """Over the entries ``whose [B, H, A]``."""
+    """Attend to the entries for which ``whose [B, H, A]`` is True, into one share."""
     shares.outputs[:, :, share], shares.weights[:, :, share] = 0, -torch.inf
     slots = reads.slots.where(whose, -1)
     _attend(queries, keys, values, seq_lens, slots, reads.pages, scale, shares.outputs[:, :, share], shares.weights[:, :, share])
 
 
 def _attend(queries, keys, values, seq_lens, slots, pages, scale, result: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-    """Of the kv heads with a slot in ``slots [B, H, A]``, into ``result [B, Hq, D]``; and what it weighs, into ``weights [B, Hq]``."""
+    """Attend for the kv heads with a slot in ``slots [B, H, A]``; write ``result [B, Hq, D]`` and ``weights [B, Hq]``, as in ``Shares``."""
     page_size, num_kv_heads = keys.shape[1:3]
     b, h = (slots >= 0).any(-1).nonzero(as_tuple=True)
     if not len(b):
@@ -83,7 +85,7 @@ def _attend(queries, keys, values, seq_lens, slots, pages, scale, result: torch.
     position = pages[..., None] * page_size + torch.arange(page_size, device=b.device)
     visible = ((slots >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)[:, None]
     k, v = (cache[slots.clamp(min=0), :, h[:, None]].flatten(1, 2) for cache in (keys, values))
-    k, v = (x.masked_fill_(~visible[:, 0, :, None], 0) for x in (k, v))  # what lies there may be another request's, even NaN
+    k, v = (x.masked_fill_(~visible[:, 0, :, None], 0) for x in (k, v))  # a masked token may be another request's, even NaN
     q = queries.unflatten(1, (num_kv_heads, -1))[b, h]
     result.unflatten(1, (num_kv_heads, -1))[b, h] = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     if weights is not None:
@@ -99,11 +101,13 @@ def extend_attention(
     key_lens: list[int],
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of new tokens over ``[prefix | new]``, request after request.
+    """Causal attention of new tokens over ``[prefix | new]``, one request after the other.
 
     Args:
-        queries: ``[sum(query_lens), Hq, D]``.
-        keys, values: ``[sum(key_lens), H, D]``; a request's queries are its last ``query_len`` positions.
+        queries: ``[sum(query_lens), Hq, D]`` post-RoPE. A request's queries are those of its last ``query_len`` positions.
+        keys, values: ``[sum(key_lens), H, D]``.
+        query_lens, key_lens: new tokens and all tokens of each request.
+        scale: factor of the logits ``q . k``.
 
     Returns:
         ``[sum(query_lens), Hq, D]``.

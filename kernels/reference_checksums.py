@@ -7,19 +7,19 @@ import torch
 
 from sglang_freekv.kernels.reference_movers import gather_pages
 
-SPREAD = 0x9E3779B1 - (1 << 32)  # an odd number near 2 ** 32 over the golden ratio, as int32: neighbours get weights far apart
+SPREAD = 0x9E3779B1 - (1 << 32)  # odd, near 2 ** 32 / golden ratio, as int32: neighbouring words get weights far apart
 
 
 def checksum_pages(
     keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, checksums: torch.Tensor, page_size: int
 ) -> None:
-    """Write the checksum of every unit of full pages: what ``reference.offload_pages`` with the same arguments stores.
+    """Write the checksum of every unit that ``reference.offload_pages`` stores with the same arguments.
 
-    A checksum is the sum of a unit's 32-bit words, keys then values, each times an odd number of its place, modulo 2 ** 32: it tells any
-    change of a single word, and words that changed places.
+    A checksum is a sum of a unit's 32-bit words, keys before values, modulo 2 ** 32. Each word is multiplied by an odd number that depends
+    on its place. Any change of one word changes the checksum; other changes do with a probability of 1 - 2 ** -32.
 
     Args:
-        keys, values: ``[T, H, D]`` token rows to read; a row is whole words.
+        keys, values: ``[T, H, D]`` token rows to read; a row of D elements is a whole number of words.
         starts: ``[N, H]`` row of each page's first token, per kv head.
         host_pages: ``[N]`` host page whose checksums are written, -1 to skip.
         checksums: ``[n_page, H]`` int32, written in place.
@@ -43,19 +43,20 @@ def verify_units(
     faults: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Compare units that came from the host with the checksums of their pages; what differs is noted.
+    """Compare units that came from the host pool with their checksums, and write each fault to a ring.
 
     Args:
         keys, values: ``[T, H, D]`` token rows that hold the units.
         starts: ``[M]``; a unit's first token is in row ``start * tokens_per_start``.
-        tokens_per_start: the page size if starts are slots, 1 if they are rows.
+        tokens_per_start: the page size if ``starts`` are slots, 1 if they are token rows.
         heads, host_pages: ``[M]`` kv head and host page of each unit.
-        count: ``[2]`` int32: so many of M are units; and a number that is another one each time.
-        every: one unit in ``every`` is examined; the number says which one is the first.
+        count: ``[2]`` int32: the number of units among the M entries, and a number that differs from call to call.
+        every: one unit in ``every`` is compared. The second number in ``count`` chooses the first one.
         checksums: ``[n_page, H]`` int32 of :func:`checksum_pages`.
-        layer: to be noted.
-        faults: ``[1 + F, 5]`` int32: the first element counts faults, in all; fault n is row ``1 + n % F``: layer, host page, kv head,
-            the checksum found, the one expected.
+        layer: number of the layer, written into its faults.
+        faults: ``[1 + F, 5]`` int32 ring, updated. Element [0, 0] counts all faults. Fault n is row ``1 + n % F``: layer, host page,
+            kv head, checksum found, checksum expected.
+        page_size: S.
     """
     units, turn = count.tolist()
     examined = slice(_mixed(turn) % every, min(units, len(host_pages)), every)
@@ -71,14 +72,17 @@ def verify_units(
 
 
 def _mixed(number: int) -> int:
-    """A number below 2 ** 32 that looks random (Wellons's lowbias32): a layer whose turn comes at regular intervals gets all remainders."""
+    """A hash of ``number`` below 2 ** 32 (Wellons's lowbias32), so that a layer's numbers take all remainders.
+
+    All layers share one list of corrections. A layer's numbers are therefore a fixed distance apart.
+    """
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         number = (number ^ number >> shift) * factor & 0xFFFFFFFF
     return number ^ number >> 16
 
 
 def _checksums(units: torch.Tensor) -> torch.Tensor:
-    """int32 ``[...]`` of units ``[..., 2, S, D]``."""
+    """``[...]`` int32 checksums of units ``[..., 2, S, D]``."""
     words = units.contiguous().view(torch.int32).flatten(-3).long()
-    weights = (torch.arange(words.shape[-1], device=words.device) * SPREAD) | 1  # int64, whose lower half is int32's product
+    weights = (torch.arange(words.shape[-1], device=words.device) * SPREAD) | 1  # int64: its lower 32 bits are the product modulo 2 ** 32
     return (words * weights).sum(-1).to(torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specification of what pages are summarised by, and of the scores that this gives them; letters as in ``reference``."""
+"""Specification of digests, and of the scores that pages get from them; letters as in ``reference``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from sglang_freekv.config import WORD_TOKENS, PageBudget
 from sglang_freekv.kernels.reference_movers import gather_pages
 
-Box = Literal["cuboid-mean", "min-max"]  # around the keys of a page
+Box = Literal["cuboid-mean", "min-max"]  # how a box around a page's keys is made
 
 
 def digest_pages(
@@ -23,8 +23,9 @@ def digest_pages(
         starts: ``[N, H]`` row of each page's first token, per kv head.
         host_pages: ``[N]`` host page whose digest is written, -1 to skip.
         digests: ``[n_page, H, 2, D]`` upper then lower corners, in the dtype of the keys; written in place.
-        box: "min-max", the elementwise max and min (paper section 3.2); or "cuboid-mean" (ArkVale), around the centre of that as far as
-            the keys are from it in the mean, summed in float64, so that a digest is the same in whatever order its keys are added.
+        page_size: S.
+        box: "min-max" is the elementwise max and min (paper section 3.2). "cuboid-mean" (ArkVale, NeurIPS 2024) has the same centre, and
+            the keys' mean distance from it as half width. The distances are summed in float64, so the order of the keys does not matter.
     """
     chosen = (host_pages >= 0).nonzero().squeeze(1)
     pages = gather_pages(keys, starts[chosen], page_size)
@@ -37,16 +38,16 @@ def digest_pages(
 
 
 def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
-    """Summarise full pages by two bits for each dimension of each key: which of four levels is nearest, of equal ones the lower.
+    """Summarise full pages by two bits for each dimension of each key: the nearest of four levels, or the lower of two equally near.
 
-    The levels go from the smallest to the largest of the page's keys in equal steps: KIVI (Liu et al., ICML 2024) quantises keys so,
-    per dimension. A dimension with a number that is not finite has codes of 0, and its page a score that is none.
+    In each dimension the levels divide the range of the page's keys into equal steps. KIVI (Liu et al., ICML 2024) quantises keys so.
+    If a dimension has a number that is not finite, its codes are 0 and the page's score is NaN.
 
     Args:
-        keys, starts, host_pages: as of :func:`digest_pages`; D is even.
-        digests: ``[n_page, H, E]`` the "min-max" box in the dtype of the keys, then ``[S / WORD_TOKENS, D / 2]`` words of 32 bits: bits 2 t
-            and 2 t + 1 of word (w, d) are the code of token WORD_TOKENS * w + t in dimension d, and those 16 higher in dimension d + D / 2;
-            written in place.
+        keys, starts, host_pages, page_size: as in :func:`digest_pages`; D is even.
+        digests: ``[n_page, H, E]`` written in place: the "min-max" box in the dtype of the keys, then ``[S / WORD_TOKENS, D / 2]`` words of
+            32 bits. Bits 2 t and 2 t + 1 of word (w, d) are the code of token WORD_TOKENS * w + t in dimension d. The bits 16 places
+            higher are its code in dimension d + D / 2.
     """
     chosen = (host_pages >= 0).nonzero().squeeze(1)
     pages = gather_pages(keys, starts[chosen], page_size).float()
@@ -69,19 +70,22 @@ def score_pages(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """Bound the attention logits of every page that is a candidate for the next step, per query head (paper section 3.2).
+    """Score every candidate page for the next step, per query head, by the largest logit of a point in its box (paper section 3.2).
 
-    A page's bound is ``scale * sum_d max(q_d * max_d, q_d * min_d)``, which is ``relu(q) . max - relu(-q) . min``.
+    A score is ``scale * sum_d max(q_d * upper_d, q_d * lower_d)``, which is ``relu(q) . upper - relu(-q) . lower``.
+    With min-max boxes it bounds the logits of the page's keys from above.
 
     Args:
-        queries: ``[B, Hq, D]``.
-        digests: ``[n_page, H, 2, D]``.
+        queries: ``[B, Hq, D]`` post-RoPE.
+        digests: ``[n_page, H, 2, D]`` of :func:`digest_pages`.
         rows, seq_lens, page_table: ``[B]``, ``[B]``, ``[B, P]`` as in ``reference.plan_pages``.
-        budget: sink and window bound the candidates.
-        scale: of the layer's attention logits.
+        budget: its sink and window delimit the candidates.
+        page_size: S.
+        scale: factor of the layer's attention logits.
 
     Returns:
-        ``[B, Hq, P]`` float32 of the candidates of ``seq_lens + 1`` tokens, among which are those of ``seq_lens``; anything elsewhere.
+        ``[B, Hq, P]`` float32 scores, higher is better, of the candidates of ``seq_lens + 1`` tokens, which include those of ``seq_lens``.
+        Other elements are undefined.
     """
     q = queries.float().unflatten(1, (digests.shape[1], -1))
     maxima, minima = digests[page_table.clamp(min=0).long()].float().unbind(3)
@@ -99,11 +103,13 @@ def score_two_bit(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """As :func:`score_pages`, by the ``digests [n_page, H, E]`` of :func:`digest_two_bit`: the logarithm of the sum of the exponentials
-    of ``scale * q . k`` over the tokens of a page."""
+    """As :func:`score_pages`, from the ``digests [n_page, H, E]`` of :func:`digest_two_bit`.
+
+    A page's score is the log-sum-exp of ``scale * q . k`` over its tokens.
+    """
     num_kv_heads, head_dim = digests.shape[1], queries.shape[2]
     logits = torch.empty(*queries.shape[:2], page_table.shape[1], device=queries.device)
-    for q, pages, into in zip(queries.float().unflatten(1, (num_kv_heads, -1)), page_table, logits):  # the keys of one request at a time
+    for q, pages, into in zip(queries.float().unflatten(1, (num_kv_heads, -1)), page_table, logits):  # one request's keys at a time
         units = digests[pages.clamp(min=0).long()]  # [P, H, E]
         upper, lower = units[..., : 2 * head_dim].float().unflatten(-1, (2, 1, head_dim)).unbind(2)
         words = units[..., 2 * head_dim :].contiguous().view(torch.int32).unflatten(2, (page_size // WORD_TOKENS, 1, 1, -1))
@@ -114,5 +120,5 @@ def score_two_bit(
 
 
 def _code_bits(device: torch.device) -> torch.Tensor:
-    """``[WORD_TOKENS, 2, 1]`` where in a word the codes of its tokens are, in the lower and in the upper half of the dimensions."""
+    """``[WORD_TOKENS, 2, 1]`` first bit of each token's code in a word, for the lower and for the upper half of the dimensions."""
     return 2 * torch.arange(2 * WORD_TOKENS, device=device).view(2, WORD_TOKENS, 1).transpose(0, 1)

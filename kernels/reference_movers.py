@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specification of the kernels that move pages and tokens; letters and layouts as in ``reference``."""
+"""Specification of the kernels that copy pages and tokens; letters and layouts as in ``reference``."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def offload_pages(
 def recall_pages(
     host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8, closely: bool = False
 ) -> None:
-    """Copy the missing (page, kv head) units from the host pool (HND) to device slots (NHD), and leave the list empty.
+    """Copy missing units from the host pool (HND) to their slots (NHD), and leave the list empty.
 
     Args:
         host_pool: ``[n_page, H, 2, S, D]``.
-        misses: what to copy, and where to.
+        misses: the units to copy and their slots.
         keys, values: ``[R * C, S, H, D]`` written in place.
-        programs: on a GPU, how many copy; the rest of the device computes on.
-        closely: on a GPU, whether it is brought up while the kernel before it still runs, because the computation waits for it.
+        programs: on a GPU, the number of programs that copy; the rest of the device is left to the computation.
+        closely: on a GPU, start while the kernel before still runs, because attention waits for this recall.
     """
     host_pages, heads, slots = (column.long() for column in misses.columns())
     units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
@@ -58,13 +58,14 @@ def fill_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Copy every page of the slot tables that has content from token rows that are on the device already.
+    """Copy the pages in the slots of ``rows`` from token rows on the device. A page that has no token yet is left out.
 
     Args:
-        source_keys, source_values: ``[T, H, D]``. A partial last page is copied with whatever follows it; attention masks it.
+        source_keys, source_values: ``[T, H, D]`` token rows to read. A partial last page is copied with the rows behind it, which attention
+            masks.
         starts: ``[B]`` first token row of each request.
         rows: ``[B]`` row of each request.
-        seq_lens: ``[B]`` tokens of each request that the source holds.
+        seq_lens: ``[B]`` tokens of each request among the token rows.
         slot_pages: ``[R, H, C]`` logical page in each slot.
         keys, values: ``[R * C, S, H, D]`` written in place.
     """
@@ -85,7 +86,7 @@ def stage_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Stream whole pages, all kv heads, from the host pool (HND) to token rows (NHD): the prefix of an extend.
+    """Copy whole pages of all kv heads from the host pool (HND) to token rows (NHD): the prefix of an extend.
 
     Args:
         host_pool: ``[n_page, H, 2, S, D]``.
@@ -111,7 +112,7 @@ def append_tokens(
     """Write the new token of every request into its current page, which must be resident.
 
     Args:
-        new_keys, new_values: ``[B, H, D]``.
+        new_keys, new_values: ``[B, H, D]`` of the new tokens.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context, the new one included.
         page_table: ``[B, P]`` logical page -> host page.
@@ -119,8 +120,8 @@ def append_tokens(
         keys, values: ``[R * C, S, H, D]`` written in place.
 
     Returns:
-        ``(starts, filled)``: ``[B, H]`` first token row of the current page in the flattened cache, and ``[B]`` the host page of a
-        page that this token fills, -1 where it fills none.
+        ``(starts, filled)``. ``starts [B, H]`` is the first token row of the current page in the flattened cache. ``filled [B]`` is the
+        host page of the page that this token fills, or -1.
     """
     size, capacity = keys.shape[1], slot_pages.shape[2]
     page, offset = (seq_lens - 1) // size, (seq_lens - 1) % size
@@ -137,13 +138,14 @@ def append_tokens(
 def snapshot_pages(
     req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int
 ) -> None:
-    """Read the host pages of every request off the token slots of its pages, the one that the next token may begin included.
+    """Read the host pages of every request from the token slots of its pages. A page that the next token may begin is included.
 
     Args:
-        req_to_token: ``[R, T]`` token slot of each position; T bounds the context.
+        req_to_token: ``[R, T]`` SGLang's token slot of each position; T is the longest context.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context.
         page_table: ``[B, P]`` written: logical page -> host page, 0 beyond the context.
+        page_size: S.
     """
     first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
     begun = (first <= seq_lens[:, None]) & (first < req_to_token.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specification of what is decided in a step: who turned, which pages are selected, and the slot of each; letters as in ``reference``."""
+"""Specification of a step's decisions: corrected kv heads, selected pages, and the slot of each; letters as in ``reference``."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 
-HITS, RECALLED, CORRECTED = range(3)
-FAINT = -3.0e38
+HITS, RECALLED, CORRECTED = range(3)  # columns of counts
+FAINT = -3.0e38  # stands for the logarithm of 0, and is finite
 
-Pooling = Literal["softmax-mean", "mean", "max"]  # of a group's logits, to the weight of a page
+Pooling = Literal["softmax-mean", "mean", "max"]  # how a group's logits become the weight of a page
 
 
 def needs_correction(
     queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, tau: float, counts: torch.Tensor, num_kv_heads: int
 ) -> torch.Tensor:
-    """Flag the kv heads whose query turned since the last step (paper section 3.3), and remember the query for the next.
+    """Tell which kv heads are corrected: those whose query is too unlike that of the last step (paper section 3.3).
 
     Args:
         queries: ``[B, Hq, D]`` post-RoPE queries of this step.
         rows: ``[B]`` row of each request.
-        previous: ``[R, Hq, D]`` queries of the step before; those of ``rows`` are replaced by ``queries``.
-        tau: threshold on the cosine similarity, averaged over the group.
-        counts: ``[R, 3]`` int64; CORRECTED is added to.
+        previous: ``[R, Hq, D]`` queries of the last step. ``queries`` replace those of ``rows``.
+        tau: a kv head is corrected if the cosine similarity, averaged over its group, is below ``tau``.
+        counts: ``[R, 3]`` int64 counts of each row, added to: CORRECTED.
+        num_kv_heads: H.
 
     Returns:
-        ``[B, H]`` bool.
+        ``[B, H]`` bool, False for a padding request.
     """
     similarity = F.cosine_similarity(queries.float(), previous[rows].float(), dim=-1)
-    turned = (similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau) & (rows > 0)[:, None]
+    corrected = (similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau) & (rows > 0)[:, None]
     previous[rows] = queries.where((rows > 0)[:, None, None], previous[rows])
-    counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
-    return turned
+    counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))
+    return corrected
 
 
 def select_pages(
@@ -49,20 +50,22 @@ def select_pages(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weigh candidate pages for every kv head, and take the heaviest; of equal weights the earlier page.
+    """Weigh the candidate pages of every kv head and choose the heaviest; of two equal pages the earlier one.
 
-    It is part of :func:`plan_pages` and :func:`seed_slots`.
+    :func:`plan_pages` and :func:`seed_slots` select in this way.
 
     Args:
-        logits: ``[B, Hq, P]`` of ``reference.score_pages``.
+        logits: ``[B, Hq, P]`` float32 scores of ``reference.score_pages``.
         tokens: ``[B]`` tokens of context.
-        pooling: the weight of a page. "softmax-mean": the softmax over the candidates, averaged over the group (paper section 3.2); in
-            logarithms, because far pages would underflow to equal weights. "mean", "max": of the group's logits as they are. What
-            overflowed has no say.
+        budget: pages of the sink, to choose, and of the window.
+        num_kv_heads, page_size: H and S.
+        pooling: the weight of a page. "softmax-mean" is the softmax over the candidates, averaged over the group (paper section 3.2). It
+            stays in logarithms, because far pages would underflow to ties. "mean" and "max" take the group's logits as they are. A logit
+            that overflowed does not count.
 
     Returns:
-        ``(weights, order, required)``: ``[B, H, P]`` float32, -inf where a page is no candidate; ``[B, H, P]`` pages from
-        heavy to light; ``[B, H, P]`` bool, pages of the sink, the window, and those chosen.
+        ``(weights, order, required)``, each ``[B, H, P]``: float32 weights, -inf unless a page is a candidate; int64 pages from heavy to
+        light; bool, True for sink, window and chosen pages.
     """
     pages = torch.arange(logits.shape[2], device=logits.device)
     num_pages = ((tokens + page_size - 1) // page_size)[:, None]
@@ -86,15 +89,15 @@ def seed_slots(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """Begin a row afresh: what the first decode step attends to, and in the slots that are left the next best pages.
+    """Start a row anew: select the pages of its first decode step, and give the slots that are left to the next best pages.
 
     Args:
-        logits: ``[B, Hq, P]`` of ``reference.score_pages``.
+        logits: ``[B, Hq, P]`` float32 scores of ``reference.score_pages``.
         rows: ``[B]`` row of each request.
-        seq_lens: ``[B]`` tokens of context; the next one may begin a page, which gets its slot here.
+        seq_lens: ``[B]`` tokens of context. If the next token begins a page, that page gets a slot too.
         slot_pages: ``[R, H, C]`` int32, written: logical page in each slot, in ascending order, then -1.
         attended: ``[R, H, A]`` int32, written: slots of the pages to attend to, in ascending order, then -1.
-        pooling: as :func:`select_pages`.
+        budget, page_size, pooling: as in :func:`select_pages`.
     """
     num_kv_heads, capacity = slot_pages.shape[1:]
     weights, order, required = select_pages(logits, seq_lens + 1, budget, num_kv_heads, page_size, pooling)
@@ -125,28 +128,29 @@ def plan_pages(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """Write down what this step attends to: of a kv head that turned the pages that it selects now, else those selected a step ago.
+    """Write what each kv head reads in this step: if it is corrected, the pages that it selects now, else those of the last selection.
 
-    What it selects gets a slot: what is resident is kept, what is missing goes where nothing is required. Missing pages in ascending
-    order take the slots that hold nothing, then those whose page is lightest, in order of slots.
+    Every selected page gets a slot, and a resident page keeps its own. Empty slots are taken first, then the slots of the lightest pages
+    that are not required. The missing pages are put into these slots in ascending order.
 
     Args:
-        logits: ``[B, Hq, P]`` of ``reference.score_pages``.
+        logits: ``[B, Hq, P]`` float32 scores of ``reference.score_pages``.
         rows: ``[B]`` row of each request.
-        seq_lens: ``[B]`` tokens of context. Who turned selects among the candidates of so many, for the next step among those of one more.
+        seq_lens: ``[B]`` tokens of context. A corrected kv head selects among the candidates of ``seq_lens`` tokens. A selection for the
+            next step is among those of ``seq_lens + 1``.
         page_table: ``[B, P]`` logical page -> host page.
-        turned: ``[B, H]`` bool, kv heads that are corrected in this step.
-        early: kv heads that have not turned select for the next step here, and not in :func:`plan_rest`. The tables are then those of the
-            next step.
+        budget, page_size, pooling: as in :func:`select_pages`.
+        turned: ``[B, H]`` bool, True for a kv head that is corrected in this step.
+        early: kv heads that are not corrected select for the next step here instead of in :func:`plan_rest`. Their tables are then those
+            of the next step.
         slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
-        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to: those that are in theirs, in ascending order, then those
-            that are not yet, in ascending order, then -1.
-        reads: written.
-        corrected, ahead: receive the pages to recall for this step, and behind its attention for the next; a page about to begin has no
-            content and is not among them.
-        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, pages chosen by score that were resident, of the first selection of each
+        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to. Slots of resident pages come first, then those of missing
+            pages, both in ascending order, then -1.
+        reads: written: what this step attends to.
+        corrected, ahead: lists that receive the units to recall for this step, and for the next. A page that is about to begin is never
+            among them.
+        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, the chosen pages that were resident. HITS counts the first selection of a
             kv head in a step.
-        pooling: as :func:`select_pages`.
     """
     real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
     where = logits, rows, seq_lens, page_table, budget
@@ -183,10 +187,10 @@ def plan_rest(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """Behind the attention, select for the next step what :func:`plan_pages` has not: for kv heads that turned, where the next token begins
-    a page; elsewhere the candidates are the same. And for those that have not turned, unless ``early``.
+    """Behind attention, select for the next step where :func:`plan_pages` did not.
 
-    Arguments as of :func:`plan_pages`.
+    A corrected kv head selects again if the next token begins a page; otherwise its candidates are the same. A kv head that is not
+    corrected selects here unless ``early``. Arguments as in :func:`plan_pages`.
     """
     begins = (seq_lens % page_size == 0)[:, None]
     wanted = turned & begins if early else ~turned | begins
@@ -210,7 +214,7 @@ def _select_for(
     page_size: int,
     pooling: Pooling,
 ) -> torch.Tensor:
-    """Select for kv heads ``(b, h)`` in contexts of so many ``more`` tokens; returns of how many of their pages nothing has to come."""
+    """Select for the kv heads ``(b, h)`` with ``more`` tokens of context; returns ``[N]`` int32, how many of their pages were resident."""
     (b, h), tokens, capacity = heads, seq_lens + more, slot_pages.shape[2]
     weights, _, required = (x[heads] for x in select_pages(logits, tokens, budget, slot_pages.shape[1], page_size, pooling))
     table = slot_pages[rows[b], h].long()
@@ -238,7 +242,7 @@ def _select_for(
 
 
 def _pool(logits: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """``[B, H, P]`` weights of ``[B, H, G, P]`` logits, all finite."""
+    """``[B, H, P]`` finite weights of ``[B, H, G, P]`` logits."""
     if pooling == "softmax-mean":
         shares = logits.log_softmax(-1).nan_to_num(nan=FAINT).clamp(min=FAINT)
         return shares.logsumexp(2) - math.log(logits.shape[2])
@@ -249,7 +253,7 @@ def _pool(logits: torch.Tensor, pooling: Pooling) -> torch.Tensor:
 
 
 def _ranked(mask: torch.Tensor, width: int) -> torch.Tensor:
-    """``[..., width]`` int32 indices at which ``mask [..., N]`` holds, in ascending order, then -1."""
+    """``[..., width]`` int32 indices at which ``mask [..., N]`` is True, in ascending order, then -1."""
     rank = torch.where(mask, mask.cumsum(-1) - 1, width).clamp(max=width)
     index = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32).expand(mask.shape)
     ranked = torch.full((*mask.shape[:-1], width + 1), -1, dtype=torch.int32, device=mask.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of the attention logits of candidate pages, from their digests."""
+"""Score: the score of every candidate page, from its box digest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import triton.language as tl
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.follow import can_follow, let_next_in
 
-PROGRAMS = 396  # three for each SM of an H100 or H200, all at once: what is launched beside it does not wait for its turn
+# Three for each SM of an H100 or H200, all resident at once: a kernel launched beside them need not wait for programs that queue.
+# Trials: benchmarks/results/bench_step-history.json.
+PROGRAMS = 396
 
 
 def score_pages(
@@ -23,7 +25,7 @@ def score_pages(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """As :func:`reference.score_pages`; only candidates are written, and none of a row of padding.
+    """As :func:`reference.score_pages`. Only candidates are written, and none for a padding request.
 
     One program for each (share of the tiles of pages, kv head, request). ``queries`` may be a view of wider rows.
     """
@@ -108,7 +110,7 @@ def _score_pages(
         o_p = start + o_t
         unit = (tl.maximum(b_page, 0).to(tl.int64) * H + i_h) * (2 * D)
         m_p = o_p < end
-        b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)  # [BLOCK_P, max | min]
+        b_digest = tl.load(p_digests + unit[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0.0)  # upper | lower
         o_next = o_p + tl.num_programs(0) * BLOCK_P
         b_page = tl.load(p_table + o_next, mask=o_next < end, other=0)
         b_bound = tl.dot(b_q, tl.trans(b_digest), input_precision="ieee")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seed: begin a row afresh, for the first decode step."""
+"""Seed: start a row anew for its first decode step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seed_slots(
     page_size: int,
     pooling: Pooling = "softmax-mean",
 ) -> None:
-    """As reference.seed_slots; one program for each request and kv head."""
+    """As reference.seed_slots; one program for each (request, kv head)."""
     num_pages = logits.shape[2]
     _seed_slots[rows.shape[0], slot_pages.shape[1]](
         logits,
@@ -97,7 +97,7 @@ def _seed(
     C_BLOCK: tl.constexpr,
     A_BLOCK: tl.constexpr,
 ):
-    """The row of one kv head."""
+    """Seed one kv head of a row."""
     b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, SINK, SELECTED, WINDOW, G, G_BLOCK, POOLING, P_BLOCK)
     o_p = tl.arange(0, P_BLOCK)
     m_required = m_chosen | ((o_p < tl.minimum(num_pages, P)) & ((o_p < SINK) | (o_p >= num_pages - WINDOW)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection inside a kernel: weights of the candidate pages of one kv head, and the heaviest of them."""
+"""Select, inside a kernel: the weights of one kv head's candidate pages, and the heaviest of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import triton.language as tl
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels.reference import Pooling
 
-# Weights are ordered as integers, none of them below LIGHTEST; EXCLUDED takes no part in a choice.
+# Weights are compared as integers of at least LIGHTEST. EXCLUDED takes no part in a choice.
 EXCLUDED = tl.constexpr(-(2**31))
 LIGHTEST = tl.constexpr(-(2**31) + 1)
 HEAVIEST = tl.constexpr(2**31 - 1)
-FAINT = tl.constexpr(-3.0e38)
+FAINT = tl.constexpr(-3.0e38)  # as in reference_plan
 
-BLOCKS = (1024, 4096)  # a context of no more candidates takes a shorter way through the kernel than the longest that can be
+BLOCKS = (1024, 4096)  # a context with at most so many candidates takes a shorter path than the longest possible context
 
 
 def compiled_for(
     logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int, pooling: Pooling
 ) -> dict[str, int | str | None]:
-    """What kernels that select are compiled for."""
+    """Constants and launch options for which a kernel that selects is compiled."""
     block = triton.next_power_of_2(logits.shape[2])
     group = logits.shape[1] // slot_pages.shape[1]
     return {
@@ -42,7 +42,7 @@ def compiled_for(
         "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
         "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
         "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
-        "maxnreg": 64 if block > 16384 else None,  # all there are for 32 warps; the compiler left to itself takes fewer
+        "maxnreg": 64 if block > 16384 else None,  # all that 32 warps can have; by itself the compiler takes fewer
     }
 
 
@@ -60,8 +60,10 @@ def weigh_and_choose(
     POOLING: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
-    """Weights of reference.select_pages for the pages from ``first`` on, as integers and without what all have in common; and which are
-    chosen."""
+    """Weights of the pages from ``first`` on, and a mask of the chosen ones.
+
+    The weights are those of reference.select_pages as integers in the same order, without a term that all pages share.
+    """
     o_p = first + tl.arange(0, P_BLOCK)
     m_candidate = (o_p >= SINK) & (o_p < tl.minimum(num_pages - WINDOW, P))
     if POOLING == "softmax-mean":
@@ -76,13 +78,13 @@ def weigh_and_choose(
 
 @triton.jit
 def _softmax_mean(p_logits, o_p, m_candidate, P, G: tl.constexpr, G_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr):
-    """The mean over the group of the softmax over the candidates, in logarithms and without the share 1 / G."""
+    """Logarithm of the softmax over the candidates, summed over the group. The mean's term ``-log(G)`` is left out."""
     if G_BLOCK * P_BLOCK <= 16384:  # the whole group at once
         o_g = tl.arange(0, G_BLOCK)[:, None]
         b_logits = tl.load(p_logits + o_g * P + o_p[None, :], mask=(o_g < G) & m_candidate[None, :], other=float("-inf"))
         b_logits -= tl.max(b_logits, 1)[:, None]
         b_logits -= tl.log(tl.sum(tl.exp(b_logits), 1))[:, None]
-        b_logits = tl.where(o_g < G, tl.maximum(b_logits, FAINT), FAINT)  # NaN becomes faint too: from here all is finite
+        b_logits = tl.where(o_g < G, tl.maximum(b_logits, FAINT), FAINT)  # NaN becomes FAINT too: from here on all is finite
         b_top = tl.max(b_logits, 0)
         b_sum = tl.sum(tl.exp(b_logits - b_top[None, :]), 0)
     else:
@@ -90,10 +92,10 @@ def _softmax_mean(p_logits, o_p, m_candidate, P, G: tl.constexpr, G_BLOCK: tl.co
         b_next = tl.load(p_logits + o_p, mask=m_candidate, other=float("-inf"))
         for g in range(1, G + 1):
             b_logit = b_next
-            b_next = tl.load(p_logits + g * P + o_p, mask=m_candidate & (g < G), other=float("-inf"))  # in flight meanwhile
+            b_next = tl.load(p_logits + g * P + o_p, mask=m_candidate & (g < G), other=float("-inf"))  # loads while this head is reduced
             b_logit -= tl.max(b_logit, 0)
             b_logit -= tl.log(tl.sum(tl.exp(b_logit), 0))
-            b_logit = tl.maximum(b_logit, FAINT)  # and here
+            b_logit = tl.maximum(b_logit, FAINT)  # NaN too
             b_less = tl.exp(tl.minimum(b_logit, b_top) - tl.maximum(b_logit, b_top))
             b_sum = tl.where(b_logit > b_top, b_sum * b_less + 1, b_sum + b_less)
             b_top = tl.maximum(b_logit, b_top)
@@ -102,7 +104,7 @@ def _softmax_mean(p_logits, o_p, m_candidate, P, G: tl.constexpr, G_BLOCK: tl.co
 
 @triton.jit
 def _pooled_logits(p_logits, o_p, m_candidate, P, G: tl.constexpr, POOLING: tl.constexpr):
-    """The mean over the group of the logits as they are, or the greatest of them; what overflowed has no say."""
+    """Mean or maximum of the group's logits. A logit that overflowed does not count."""
     b_weight = tl.full(o_p.shape, 0.0 if POOLING == "mean" else FAINT, tl.float32)
     for g in tl.static_range(G):
         b_logit = tl.load(p_logits + g * P + o_p, mask=m_candidate, other=0.0)
@@ -110,18 +112,18 @@ def _pooled_logits(p_logits, o_p, m_candidate, P, G: tl.constexpr, POOLING: tl.c
         if POOLING == "mean":
             b_weight += tl.where(m_finite, b_logit / G, 0.0)
         else:
-            b_weight = tl.maximum(b_weight, tl.where(m_finite, b_logit + 0.0, FAINT))  # -0 becomes 0, which it ties with
+            b_weight = tl.maximum(b_weight, tl.where(m_finite, b_logit + 0.0, FAINT))  # -0 becomes 0, so that the two tie
     return b_weight
 
 
 @triton.jit
 def heaviest(b_weight, free, num):
-    """The ``num`` greatest of the ``free`` integers that are not EXCLUDED, or all of them; of equal ones the first.
+    """Mask of the ``num`` greatest of the ``free`` integers that are not EXCLUDED, or of all of them; of equal integers the first.
 
-    A search by quarters: every barrier of the block counts, and three thresholds share one.
+    The search divides its range by four. Barriers of the block take most of the time, and three thresholds share one.
     """
     num = tl.minimum(free, num)
-    # num_above are at or above low, num at least; fewer than num are at or above high
+    # Invariant: num_above integers are at least low, and num_above >= num. Fewer than num are at least high.
     num_above = tl.where(num > 0, free, 0)
     high = tl.max(b_weight, 0) + 1
     low = tl.where(num > 0, tl.min(tl.where(b_weight != EXCLUDED, b_weight, HEAVIEST), 0), high)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares: what each of several calls found of a decode attention, until they are merged."""
+"""Shares: partial results of a decode attention, until they are merged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Shares(NamedTuple):
-    """Made by ``allocate_shares``, written by ``attend_present`` and ``attend_rest`` in any order or at once, read by ``merge_shares``.
+    """N partial results. ``attend_present`` and ``attend_rest`` each write their own, in any order or at once; ``merge_shares`` reads all.
 
     Args:
-        outputs: ``[B, Hq, N, D]`` attention to a part of the tokens each, of which a call has its own; anything where it weighs nothing.
-            float32 on a GPU, of the queries' dtype elsewhere.
-        weights: ``[B, Hq, N]`` float32 logarithm to base 2 of what a part weighs; -inf for nothing.
+        outputs: ``[B, Hq, N, D]`` attention over a part of the tokens; undefined where the part's weight is -inf. float32 on a GPU, and
+            the dtype of the queries elsewhere.
+        weights: ``[B, Hq, N]`` float32 logarithm to base 2 of the part's sum of exponentials, -inf for a part without tokens.
     """
 
     outputs: torch.Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: whole pages, all kv heads, read out of pinned host memory in place."""
+"""Stage: copy whole pages of all kv heads out of pinned host memory, which the kernel reads in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-READ_BYTES = 16384  # so much in flight of each program fills the link with few of them
+READ_BYTES = 16384  # read by a program at once: few programs then fill the link (benchmarks/results/bench_recall.json)
 
 
 def stage_pages(
@@ -19,7 +19,7 @@ def stage_pages(
     *,
     programs: int = 16,
 ) -> None:
-    """As reference.stage_pages; at most ``programs`` programs, so that the rest of the device computes on."""
+    """As reference.stage_pages. At most ``programs`` programs run, which leaves the rest of the device to the computation."""
     num_heads, _, page_size, head_dim = host_pool.shape[1:]
     num_units = len(host_pages) * num_heads
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(head_dim)
@@ -61,7 +61,7 @@ def _stage_kernel(
     H: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    UNITS: tl.constexpr,  # that are read at once
+    UNITS: tl.constexpr,  # units that are read at once
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

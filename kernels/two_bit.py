@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two bits for each dimension of each key: digests of full pages, and the logits of candidate pages from them."""
+"""Two-bit digests of full pages, and the scores of candidate pages from them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import triton.language as tl
 from sglang_freekv.config import WORD_TOKENS, PageBudget
 from sglang_freekv.kernels.digest import larger, smaller
 
-PROGRAMS = 792  # six for each SM of an H100 or H200, all at once
-PAGES = 32  # of a tile: the rows of two warps' product, whose operand is unpacked in registers
-UNROLLED = 2  # words of a page, one behind the other in the program: more would take minutes to compile
+# Trials of both numbers: benchmarks/results/bench_step-history.json.
+PROGRAMS = 792  # six for each SM of an H100 or H200, all resident at once
+PAGES = 32  # pages of a tile: the rows of a product by two warps, which unpack its operand in registers
+UNROLLED = 2  # most words of a page that the compiler unrolls: more take minutes
 
 
 def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor, page_size: int) -> None:
-    """As reference.digest_two_bit, NaN included; a program for every (page, kv head)."""
+    """As reference.digest_two_bit, NaN included; one program for each (page, kv head)."""
     num_heads, head_dim = keys.shape[1:]
     words = digests.view(torch.int32)
     assert head_dim % 2 == 0 and page_size % WORD_TOKENS == 0
@@ -50,7 +51,7 @@ def score_two_bit(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """As :func:`reference.score_two_bit`, keys in the dtype of the digests; only candidates are written, and none of a row of padding.
+    """As :func:`reference.score_two_bit`, with keys in the digests' dtype. Only candidates are written, and none for a padding request.
 
     One program for each (share of the tiles of pages, kv head, request). ``queries`` may be a view of wider rows.
     """
@@ -87,7 +88,7 @@ def score_two_bit(
 
 
 def score_launch(group: int, head_dim: int, element_bytes: int) -> dict[str, int]:
-    """Blocks and options of the score's kernel; a tile's corners stay in the registers, however long the head."""
+    """Block sizes and launch options of the score's kernel. The corners of a tile fit the registers for every ``head_dim``."""
     block_d = max(8, triton.next_power_of_2(head_dim // 2))
     return {
         "UNROLLED": UNROLLED,
@@ -105,7 +106,7 @@ def _digest_two_bit(
     p_starts,  # [N, H]
     p_host_pages,  # [N]
     p_digests,  # [n_page, H, E]
-    p_words,  # the same memory, [n_page, H, E_WORDS]
+    p_words,  # [n_page, H, E_WORDS], the memory of p_digests
     stride_token,
     stride_head,
     starts_stride_page,
@@ -129,7 +130,7 @@ def _digest_two_bit(
     p_half = p_keys + i_head * stride_head + (i_start + o_s[:, None]) * stride_token + o_d[None, :]
     p_digest = p_digests + (i_page * H + i_head) * E + o_d
     b_codes = tl.zeros((BLOCK_S, BLOCK_D), tl.int32)
-    for half in tl.static_range(2):  # the dimensions of a word's low bits, and of its high bits
+    for half in tl.static_range(2):  # the dimensions in a word's low bits, then those in its high bits
         b_keys = tl.load(p_half + half * (D // 2), mask=m_s & m_d[None, :], other=0).to(tl.float32)
         b_upper = tl.reduce(tl.where(m_s, b_keys, float("-inf")), 0, larger)
         b_lower = tl.reduce(tl.where(m_s, b_keys, float("inf")), 0, smaller)
@@ -148,7 +149,7 @@ def _digest_two_bit(
 def _score_two_bit(
     p_queries,  # [B, Hq, D]
     p_digests,  # [n_page, H, E]
-    p_words,  # the same memory, [n_page, H, E_WORDS]
+    p_words,  # [n_page, H, E_WORDS], the memory of p_digests
     p_rows,  # [B]
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
@@ -185,7 +186,7 @@ def _score_two_bit(
     o_t, o_g, o_d, o_k = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
     m_g, m_d = o_g < G, o_d < HALF
     o_head = i_h * G + o_g
-    o_q = (o_head * stride_h)[None, :] + (o_k // 2 + o_k % 2 * HALF)[:, None]  # dimensions in the order of words
+    o_q = (o_head * stride_h)[None, :] + (o_k // 2 + o_k % 2 * HALF)[:, None]  # d and d + D / 2 side by side, as in a word
     b_q = tl.load(p_queries + i_b * stride_b + o_q, mask=(o_k // 2 < HALF)[:, None] & m_g[None, :], other=0.0).to(dtype)
     p_table = p_page_table + i_b * P
     p_out = p_logits + (i_b * (H * G) + o_head[None, :]) * P
@@ -218,7 +219,7 @@ def _score_two_bit(
 
 @triton.jit
 def _add_tokens(b_top, b_sum, b_word, b_slope, b_base, b_q, scale, WORD: tl.constexpr):
-    """The largest logit so far, to the base of two, and the sum of the exponentials below it, with a word's tokens."""
+    """Add a word's tokens to ``b_top``, the largest logit to base 2, and ``b_sum``, the sum of exponentials relative to it."""
     for token in tl.static_range(WORD):
         b_keys = tl.reshape(codes_of(b_word, token, b_q.dtype), b_slope.shape) * b_slope + b_base
         b_dots = tl.dot(b_keys, b_q, input_precision="ieee") * scale
@@ -230,7 +231,7 @@ def _add_tokens(b_top, b_sum, b_word, b_slope, b_base, b_q, scale, WORD: tl.cons
 
 @triton.jit
 def _line(p_upper, p_lower, mask):
-    """Base and slope of a key as a function of 1 + code / 4."""
+    """Base and slope of a key as a linear function of 1 + code / 4."""
     b_lower = tl.load(p_lower, mask=mask, other=0.0).to(tl.float32)
     b_slope = (tl.load(p_upper, mask=mask, other=0.0).to(tl.float32) - b_lower) * (4 / 3)
     return b_lower - b_slope, b_slope
@@ -238,11 +239,11 @@ def _line(p_upper, p_lower, mask):
 
 @triton.jit
 def codes_of(b_word, token: tl.constexpr, dtype: tl.constexpr):
-    """A token's codes ``[P, D / 2, 2]`` as numbers 1 + code / 4 of the dtype: a code is put where such a number's mantissa begins."""
+    """A token's codes ``[P, D / 2, 2]`` as numbers 1 + code / 4 of ``dtype``: the code becomes the first bits of the mantissa."""
     if dtype == tl.float32:
         b_pair = tl.join((b_word >> (2 * token)) & 3, (b_word >> (2 * token + 16)) & 3)
         b_pair = (b_pair << 21) | 0x3F800000
-    else:  # both numbers at once
+    else:  # both halves of the word at once
         first: tl.constexpr = 5 if dtype == tl.bfloat16 else 8
         one: tl.constexpr = 0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00
         if 2 * token < first:
