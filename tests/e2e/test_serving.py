@@ -61,7 +61,8 @@ def test_openai_answers_carry_the_counts_of_each_choice(fleet, chat):
     document = a_document(1500)
     prompt, tokens = document.ask(document.facts[0]), 12
     asked = {"messages": list(prompt.messages)} if chat else {"prompt": [int(token) for token in prompt.token_ids]}
-    asked |= {"model": "needle", "temperature": 0, "max_tokens": tokens, "n": 2, "extra_body": {"ignore_eos": True, "return_meta_info": True}}
+    asked |= {"model": "needle", "temperature": 0, "max_tokens": tokens, "n": 2}
+    asked["extra_body"] = {"ignore_eos": True, "return_meta_info": True}
     counts = fleet.small.generate(prompt.token_ids, tokens)["meta_info"]["freekv"]
     assert counts["decode_steps"] == tokens - 1 and counts["recalled_units"] > 0
     with openai.OpenAI(base_url=f"{fleet.small.url}/v1", api_key="none") as client:
