@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the KV lives: host pages, digests, device slots, and the streams between them."""
+"""The pools that hold KV and digests, on the host and on the device, and the streams that copy between them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canary: a checksum of every unit of host memory, and what was found to differ from it."""
+"""Canary: a checksum of every unit in the host pool, and the units that no longer match theirs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.kernels import Misses
 
-UNSEALED = -1  # pages that nobody wrote are zeros, whose checksum is 0
-MOST_FAULTS = 256
+UNSEALED = -1  # the mark of a page that was never written: its zeros have the checksum 0, so reading one is a fault
+MOST_FAULTS = 256  # places of the ring
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A unit that came back from host memory other than it was written."""
+    """A unit that changed in host memory after it was written: where it belongs, and its two checksums."""
 
     layer: int
     host_page: int
@@ -33,10 +33,10 @@ class Canary:
     """Checksums of the pages of all retrieval layers, on the device, and a ring of faults.
 
     Args:
-        num_layers: retrieval layers.
-        num_pages, num_heads, page_size: of the host pool.
-        every: one unit in ``every`` that are recalled or staged is examined.
-        device: where KV is written and arrives.
+        num_layers: number of retrieval layers.
+        num_pages, num_heads, page_size: shape of the host pool: pages, kv heads and tokens of a page.
+        every: one in ``every`` recalled or staged units is compared with its checksum.
+        device: device from which KV is offloaded and to which it is recalled.
     """
 
     def __init__(self, num_layers: int, num_pages: int, num_heads: int, page_size: int, every: int, device: str) -> None:
@@ -52,11 +52,11 @@ class Canary:
         return sum(layer.nbytes for layer in self.checksums)
 
     def seal(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
-        """Of what ``kernels.offload_pages`` with these arguments writes to the host."""
+        """Write the checksums of the units that ``kernels.offload_pages`` with these arguments writes to the host pool."""
         kernels.checksum_pages(keys, values, starts, host_pages, self.checksums[layer], self.page_size)
 
     def verify_recalled(self, layer: int, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Examine what the last recall of ``misses`` brought to slots ``[R * C, S, H, D]``."""
+        """Examine the units that the last recall of ``misses`` brought to the slots of ``keys`` and ``values``, ``[R * C, S, H, D]``."""
         units = (misses.slots, self.page_size, misses.heads, misses.host_pages, misses.recalled)
         self._verify(layer, keys.flatten(0, 1), values.flatten(0, 1), *units, self.every)
 
@@ -69,7 +69,7 @@ class Canary:
         values: torch.Tensor,
         every: int | None = None,
     ) -> None:
-        """Examine what ``kernels.stage_pages`` with these arguments brought; ``every`` may differ from the canary's own."""
+        """Examine the units that ``kernels.stage_pages`` with these arguments brought: one in ``every``, by default the canary's own."""
         pages, rows = (x.repeat_interleave(len(self.heads)) for x in (host_pages, starts))
         self.staged += 1
         count = torch.full((2,), len(pages), dtype=torch.int32, device=pages.device)
@@ -83,19 +83,19 @@ class Canary:
 
 
 class FaultReader:
-    """Tells the new faults of each snapshot of a canary's ``faults``."""
+    """Finds the new faults in each snapshot of a canary's ``faults``."""
 
     def __init__(self) -> None:
         self.seen = 0
 
     def read(self, snapshot: torch.Tensor) -> list[Fault]:
-        """Faults since the last snapshot that was read.
+        """The faults since the last snapshot that was read.
 
         Args:
-            snapshot: ``[1 + F, 5]`` int32, in host memory.
+            snapshot: ``[1 + F, 5]`` int32 in host memory, laid out as in ``kernels.reference.verify_units``.
 
         Raises:
-            RuntimeError: more than the ring holds.
+            RuntimeError: there are more new faults than the ring has places.
         """
         total, places = int(snapshot[0, 0]), len(snapshot) - 1
         first, self.seen = self.seen, max(self.seen, total)

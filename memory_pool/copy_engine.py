@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CopyEngineRecall: the paper's streamed recall, units through the copy engine into two buffers, converted from there."""
+"""CopyEngineRecall: the paper's streamed recall, through the copy engine and two buffers on the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from sglang_freekv.kernels import Misses
 
 
 class CopyEngineRecall:
-    """Recall as in the paper (section 4.3): while one buffer of units is converted HND -> NHD, the next is being copied.
+    """Recall as in the paper (section 4.3): while one buffer of units is converted from HND to NHD, the other one is being filled.
 
-    A host thread issues one copy for each unit, so it waits for the list of misses: no CUDA graph can hold this. It is here to be
-    measured against the zero-copy gather.
+    The host issues one copy for each unit, so it waits for the list of misses, and no CUDA graph can hold this recall. It exists to be
+    compared with the zero-copy recall (benchmarks/results/bench_recall.json).
 
     Args:
         unit_shape: ``(2, S, D)``.
-        buffer_units: units of one of the two buffers.
+        dtype, device: of the KV.
+        buffer_units: number of units in each of the two buffers.
     """
 
     def __init__(self, unit_shape: tuple[int, ...], dtype: torch.dtype, device: str, buffer_units: int = 64) -> None:
@@ -31,7 +32,7 @@ class CopyEngineRecall:
     def __call__(
         self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0, closely: bool = False
     ) -> None:
-        """As ``kernels.recall_pages``; no program copies."""
+        """As ``kernels.recall_pages``; ``programs`` and ``closely`` have no effect."""
         host_pages, heads, slots = (column.long() for column in misses.columns())
         units = list(zip(host_pages.tolist(), heads.tolist()))
         size = len(self.buffers[0])
@@ -45,16 +46,16 @@ class CopyEngineRecall:
         misses.clear()
 
     def _copy(self, host_pool: torch.Tensor, units: list[tuple[int, int]], which: int) -> torch.Tensor:
-        """The units in a buffer, ready on the current stream."""
+        """``[N, 2, S, D]``: the units in buffer ``which``, ready for the current stream."""
         buffer = self.buffers[which]
-        if self.on_gpu:  # a buffer may still be converted for the call before, on another stream than this one's
+        if self.on_gpu:  # the call before may still convert this buffer, on another stream
             self.copies.wait_event(self.converted[which])
         with torch.cuda.stream(self.copies) if self.on_gpu else nullcontext():
             for target, (page, head) in zip(buffer, units):
                 source = host_pool[page, head]
                 if source.is_contiguous():
                     target.copy_(source, non_blocking=True)
-                else:  # NHD: the rows of a unit lie apart, and each is a copy of its own
+                else:  # NHD: the rows of a unit lie apart, so each is a copy of its own
                     for row, piece in zip(target.flatten(0, 1), (token for half in source for token in half)):
                         row.copy_(piece, non_blocking=True)
         if self.on_gpu:

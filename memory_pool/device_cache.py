@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeviceCache: the pages that each request keeps on the device."""
+"""DeviceCache: the pages that each running request keeps on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class LayerCache:
 
     Args:
         keys, values: ``[R * C, S, H, D]``; row r owns slots ``r * C .. r * C + C - 1``.
-        slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 empty. The kv heads share a slot's memory but
-            each has its own page in it.
-        attended: ``[R, H, A]`` int32: slots, within the row, of the pages that the next step attends to, then -1.
-        previous_queries: ``[R, Hq, D]`` queries of the last step.
+        slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 for an empty one. Kv heads share the memory of a slot,
+            but each has a page of its own in it.
+        attended: ``[R, H, A]`` int32 slots, numbered within the row, of the pages that the next step attends to, then -1.
+        previous_queries: ``[R, Hq, D]`` post-RoPE queries of the last step.
     """
 
     keys: torch.Tensor
@@ -35,15 +35,16 @@ class LayerCache:
 class DeviceCache:
     """Slots, slot tables and previous queries of every row, for all retrieval layers.
 
-    A row belongs to one running request (SGLang's ``req_pool_idx``; row 0 is padding).
+    A row is the place of one running request, and its number is SGLang's ``req_pool_idx``. Row 0 is padding.
 
     Args:
-        num_layers: retrieval layers.
+        num_layers: number of retrieval layers.
         num_rows: R, the padding row included.
         num_slots: C, slots per row.
         num_attended: A, pages that one step attends to.
         kv_shape: ``(S, H, D)`` of one slot.
         num_query_heads: Hq.
+        dtype, device: of keys, values and queries.
     """
 
     def __init__(
@@ -82,8 +83,12 @@ class DeviceCache:
         return sum(tensor.nbytes for layer in self.layers for tensor in vars(layer).values())
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if a kv head holds a page twice, attends to a slot that is empty or twice to one, or the kv heads of
-        a row differ in how many pages they attend to."""
+        """Check the tables of all rows.
+
+        Raises:
+            RuntimeError: a kv head has a page in two slots, lists a slot twice or lists an empty slot. Or the kv heads of a row list
+                different numbers of slots.
+        """
         for index, layer in enumerate(self.layers):
             listed = layer.attended[1:].long()
             found = layer.slot_pages[1:].gather(2, listed.clamp(min=0))
@@ -101,6 +106,6 @@ class DeviceCache:
 
 
 def _repeats(table: torch.Tensor) -> torch.Tensor:
-    """``[R, H]`` where a value of ``table [R, H, N]`` other than -1 occurs twice."""
+    """``[R, H]`` bool: whether ``table [R, H, N]`` has a value other than -1 twice."""
     ordered = table.sort(-1).values
     return ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)

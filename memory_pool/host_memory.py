@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory this process can really get, what bounds it, and the share of it that the host pool takes by default."""
+"""How much host memory this process can get, what limits it, and the share that the host pool takes by default."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
-# The rest is for SGLang's processes, weights in flight and the page cache. On `--device cpu` the
-# weights, the device cache and the activations live in the same memory.
+# SGLang's processes, weights in flight and the page cache need the rest. On `--device cpu` the
+# weights, the device cache and the activations need host memory too.
 SHARE = {"cuda": 0.7, "cpu": 0.35}
-LEAST_BYTES = 64 << 20  # of a host pool that nobody asked for by size
+LEAST_BYTES = 64 << 20  # smallest host pool if the user gives no size
 
-# limit, usage, and the line of memory.stat that counts reclaimable file cache, children included
+# file of the limit, file of the usage, and the line of memory.stat that counts reclaimable file cache, children included
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
-# limits of a process: the line of /proc/self/limits, what counts against it in /proc/self/status, the option of ulimit
+# limits of a process: their line in /proc/self/limits, the line of /proc/self/status that counts against it, the option of ulimit
 OWN_LIMITS = (("Max address space", "VmSize", "-v"), ("Max data size", "VmData", "-d"))
 
 
 @dataclass(frozen=True, order=True)
 class Room:
-    """Host memory that can still be had.
+    """Host memory that is still available.
 
     Args:
-        num_bytes: how much.
-        bound: what has no more left.
-        remedy: how to get more.
+        num_bytes: available bytes.
+        bound: name of the limit that leaves no more, for an error message.
+        remedy: how to get more, for an error message.
     """
 
     num_bytes: int
@@ -40,12 +40,12 @@ class Room:
 
 
 def room(proc: Path = PROC, cgroup: Path = CGROUP) -> Room:
-    """What this process could still map and then write: the least of the machine, of every cgroup it is in and of its own limits."""
+    """Memory that this process can still map and write: the least that the machine, its cgroups and its own limits leave."""
     return min([room_to_write(proc, cgroup), *_own_rooms(proc)])
 
 
 def room_to_write(proc: Path = PROC, cgroup: Path = CGROUP) -> Room:
-    """What could still be written of memory that is mapped already; beyond it the kernel kills who writes, without a word."""
+    """Mapped memory that can still be written. The kernel kills a process that writes more, without a message."""
     machine = machine_bytes(proc)
     raise_limit = f"`docker run --memory={machine >> 30}g`, or a higher memory limit of the pod or slice"
     cgroups = [Room(left, "a cgroup", raise_limit) for left in _cgroup_bytes(proc, cgroup)]
@@ -58,12 +58,12 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def machine_bytes(proc: Path = PROC) -> int:
-    """What the machine has available, to whoever may take it."""
+    """Available bytes of the machine, before any limit of this process."""
     return _kernel_bytes(proc / "meminfo", "MemAvailable")
 
 
 def resident_bytes(proc: Path = PROC) -> int:
-    """Anonymous memory that this process has taken so far; what it has of files counts as available."""
+    """Bytes of anonymous memory that this process holds. File pages are left out, because they count as available."""
     _, resident, shared, *_ = (proc / "self" / "statm").read_text().split()
     return (int(resident) - int(shared)) * PAGESIZE
 
@@ -72,7 +72,7 @@ def default_host_pool_bytes(available: int, ranks_on_node: int, device: str) -> 
     """The host pool of one rank when ``--freekv-host-memory`` is not given.
 
     Args:
-        available: what :func:`available_bytes` said before any rank allocated.
+        available: :func:`available_bytes` before any rank allocated.
         ranks_on_node: processes of this server that build a host pool on this machine.
         device: ``"cuda"`` or ``"cpu"``.
     """
@@ -80,7 +80,7 @@ def default_host_pool_bytes(available: int, ranks_on_node: int, device: str) -> 
 
 
 def _own_rooms(proc: Path) -> Iterator[Room]:
-    """What each finite limit of this process leaves; what it has mapped counts, written or not."""
+    """Room under each finite limit of this process. All mapped memory counts against it, written or not."""
     listing = proc / "self" / "limits"
     for line in listing.read_text().splitlines() if listing.exists() else []:
         for name, counted, option in OWN_LIMITS:
@@ -91,7 +91,7 @@ def _own_rooms(proc: Path) -> Iterator[Room]:
 
 
 def _cgroup_bytes(proc: Path, root: Path) -> list[int]:
-    """Room left under the limit of each memory cgroup above this process."""
+    """Bytes left under the limit of each memory cgroup of this process."""
     room = []
     for directory, files in _memory_cgroups(proc, root):
         limit = _read_limit(directory / files[0])
@@ -102,10 +102,10 @@ def _cgroup_bytes(proc: Path, root: Path) -> list[int]:
 
 
 def _memory_cgroups(proc: Path, root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
-    """The memory cgroup of this process and those above it.
+    """Directories and file names of this process's memory cgroup and of those above it.
 
-    In a container the path may name a directory of the machine that is not mounted; its parents down to
-    the mount point, which then is the container's own cgroup, still are.
+    In a container the path may name a directory of the machine that is not mounted. Its parents up to the
+    mount point are still mounted, and the mount point is then the container's own cgroup.
     """
     listing = proc / "self" / "cgroup"
     found = []
@@ -129,11 +129,11 @@ def _read_limit(file: Path) -> int | None:
 
 
 def _kernel_bytes(file: Path, name: str) -> int:
-    """Of the line ``name:  12 kB``."""
+    """Bytes in the line ``name:  12 kB`` of a file of /proc."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"{file}: expected a line {name}, which Linux has since 3.14, found none")
+    raise RuntimeError(f"{file}: expected a line {name}, which Linux has since 3.14, found none; run a newer kernel")
 
 
 def _stat(file: Path, name: str) -> int:

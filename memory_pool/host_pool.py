@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HostPool: the KV of every full page, in CPU memory."""
+"""HostPool: the KV of every full page, in host memory."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ MEMORY_ORDER = {"hnd": (0, 1, 2, 3, 4), "nhd": (0, 2, 3, 1, 4)}
 
 
 class HostPool:
-    """Pages of all retrieval layers: ``layers`` are ``[n_page, H, 2, S, D]``, a (page, kv head) is the unit of recall.
+    """Pages of all retrieval layers: ``layers`` holds one ``[n_page, H, 2, S, D]`` tensor for each.
 
-    Which pages are free, and who owns the others, is known to SGLang's allocator and radix tree alone. A page is written
-    whole, once, when its last token is known; page 0 is SGLang's padding page and is never written.
+    Only SGLang's allocator and radix tree know which pages are free and who owns the others. A page is written whole and once, when its
+    last token is known. Page 0 is SGLang's padding page and is never written.
 
     Args:
-        num_layers: retrieval layers.
-        num_pages: pages, the padding page included.
+        num_layers: number of retrieval layers.
+        num_pages: number of pages, the padding page included.
         unit_shape: ``(H, 2, S, D)`` of one page.
-        pin: take the memory now and page-lock it for the device to read it; else it is taken as pages are written.
-        layout: how a page lies in memory: ``"hnd"``, a unit in one piece (paper section 4.2), or ``"nhd"``, ``[2, S, H, D]``.
+        dtype: of keys and values.
+        pin: take all memory now and page-lock it, so that the device can read it. Without it, memory is taken as pages are written.
+        layout: order of a page in memory: ``"hnd"``, with contiguous units (paper section 4.2), or ``"nhd"``, ``[2, S, H, D]``.
 
     Raises:
-        RuntimeError: the system does not give the memory; nothing stays pinned.
+        RuntimeError: the system does not give the memory. Nothing stays pinned.
     """
 
     def __init__(
@@ -78,22 +79,28 @@ class HostPool:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one (page, kv head), the unit of recall."""
+        """Bytes of one unit."""
         return self.layers[0][0, 0].nbytes
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if the padding page was written: some store went astray."""
+        """Check that no stray store reached the padding page.
+
+        Raises:
+            RuntimeError: the padding page is not all zeros.
+        """
         for index, layer in enumerate(self.layers):
             if layer[0].count_nonzero():
-                raise RuntimeError(f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros")
+                raise RuntimeError(
+                    f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros; restart the server"
+                )
 
     def close(self) -> None:
-        """Unpin and give up the layers, once; a pool that is collected, or alive at exit, is unpinned all the same."""
+        """Unpin and drop the layers. A pool is also unpinned when it is collected, and at exit."""
         self._unpin()
         self.layers.clear()
 
     def _pin(self, memories: list[mmap]) -> None:
-        """Pin the layers side by side, one to a thread; ``_addresses`` tells how far it is."""
+        """Pin the layers in parallel, one in each thread. ``_addresses`` grows by one with each pinned layer."""
         started = time.monotonic()
         threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
         workers, device = ThreadPoolExecutor(threads), torch.cuda.current_device()
@@ -113,26 +120,25 @@ class HostPool:
         logger.info(f"host pool: {gib:.1f} GiB pinned in {seconds:.1f} s by {threads} threads")
 
     def _pin_layer(self, memory: mmap, device: int, look: Callable[[], None]) -> None:
-        torch.cuda.set_device(device)  # a new thread is on device 0, and would make a context there
+        torch.cuda.set_device(device)  # a new thread starts on device 0 and would make a CUDA context there
         self._addresses.append(pinned.pin(memory, look))
 
 
 def _view(memory: mmap, shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """``memory`` as a tensor of ``shape`` whose axes lie in it as ``order`` says."""
+    """``memory`` as a tensor of ``shape``. ``order`` lists its axes from the outermost in memory to the innermost."""
     laid_out = torch.frombuffer(memory, dtype=dtype).view([shape[axis] for axis in order])
     return laid_out.permute([order.index(axis) for axis in range(len(order))])
 
 
 def _require(num_bytes: int, room: host_memory.Room) -> None:
-    """Raise MemoryError if so much is not to be had."""
+    """Raise MemoryError if ``room`` has fewer than ``num_bytes``."""
     if num_bytes > room.num_bytes:
         raise MemoryError(f"{room.bound} has {room.num_bytes / GIB:.1f} GiB left, for {num_bytes / GIB:.1f}")
 
 
 def _look_again(goal: int) -> None:
-    """Raise MemoryError if this process can no longer grow to ``goal`` resident bytes: others, say a server that starts beside it, take
-    memory too."""
-    room = host_memory.room_to_write()  # read first: what the other threads take until the second look must not count twice
+    """Raise MemoryError if this process can no longer grow to ``goal`` resident bytes, because another process took memory meanwhile."""
+    room = host_memory.room_to_write()  # read first, or memory that other threads take between the two readings would count twice
     _require(goal - host_memory.resident_bytes(), room)
 
 
@@ -141,7 +147,7 @@ def _cause(error: Exception) -> str:
 
 
 def _remedy(error: Exception, num_bytes: int) -> str:
-    """What to do about ``error``, met on the way to ``num_bytes``."""
+    """What the user can do about ``error`` so that a pool of ``num_bytes`` fits."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if isinstance(error, pinned.PinError) and limit != resource.RLIM_INFINITY and limit < num_bytes:
         return f"`ulimit -l` is {limit // 1024} KiB, so try `ulimit -l unlimited`, or `--ulimit memlock=-1` of docker"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned memory: anonymous memory that CUDA has page-locked in place, to the byte."""
+"""Pinned memory: anonymous memory of an exact size, which CUDA page-locks in place."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 
 from sglang_freekv.config import GIB
 
-MBIND = {"x86_64": 237, "aarch64": 235}  # its number among the system calls, which C's library has no name for
+MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call, for which the C library has no function
 MPOL_LOCAL = 4
-GULP_BYTES = 64 << 20  # a few hundredths of a second
+GULP_BYTES = 64 << 20  # written in a few hundredths of a second
 
 
 class PinError(RuntimeError):
-    """CUDA did not page-lock memory that the system had given."""
+    """CUDA refused to page-lock memory that the system had given."""
 
 
 def allocate(num_bytes: int, huge: bool) -> mmap.mmap:
-    """Zeros, which take memory as they are first written to.
+    """``num_bytes`` zeros. They take memory only when they are first written.
 
     Args:
         num_bytes: above 0.
-        huge: take it in huge pages: four times faster to fill here, and fewer pages to lock. It takes more where little is written.
+        huge: use huge pages, which are faster to fill and fewer to lock. They take more memory where little is written.
 
     Raises:
-        OSError: the system does not promise so much.
+        OSError: the system does not grant so much.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
@@ -42,27 +42,33 @@ def allocate(num_bytes: int, huge: bool) -> mmap.mmap:
 
 
 def _let_spill(memory: mmap.mmap) -> None:
-    """Have ``memory`` taken from other NUMA nodes when that of the processor is full. SGLang binds its schedulers to one node, where a host
-    pool sized for the machine would have the kernel end them. A kernel that cannot do this cannot have bound them either."""
+    """Let ``memory`` come from other NUMA nodes once the processor's own node is full.
+
+    SGLang binds a scheduler to one node. If the host pool is larger than that node, the kernel would then end the scheduler. A kernel
+    without this system call cannot have bound it either.
+    """
     if (number := MBIND.get(platform.machine())) is not None:
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
         ctypes.CDLL(None).syscall(number, ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), MPOL_LOCAL, None, 0, 0)
 
 
 def pin(memory: mmap.mmap, look: Callable[[], None] = lambda: None) -> int:
-    """Fill ``memory`` and page-lock it for the current device, without the interpreter lock; its address, for :func:`unpin`.
+    """Fill ``memory`` and page-lock it for the current device. Other threads run meanwhile.
 
     Args:
-        look: called before each gulp of memory is taken; what it raises ends that.
+        look: called before each GULP_BYTES are written. An exception from it ends the filling.
+
+    Returns:
+        The address, for :func:`unpin`.
 
     Raises:
-        PinError: with CUDA's reason.
+        PinError: CUDA refused, with its reason.
     """
-    memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy what is pinned, all of it
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy all pinned memory
     content = np.frombuffer(memory, dtype=np.uint8)
     for start in range(0, len(content), GULP_BYTES):
         look()
-        content[start : start + GULP_BYTES : mmap.PAGESIZE] = 0  # a write per page: CUDA would have them filled one after the other
+        content[start : start + GULP_BYTES : mmap.PAGESIZE] = 0  # one write a page: CUDA would fill them one by one
     address, cudart = content.ctypes.data, _cudart()
     status = cudart.cudaHostRegister(address, content.nbytes, 0)
     if int(status) != 0:
@@ -71,7 +77,7 @@ def pin(memory: mmap.mmap, look: Callable[[], None] = lambda: None) -> int:
 
 
 def unpin(addresses: list[int]) -> None:
-    """Unlock and forget what :func:`pin` returned, in silence: at exit CUDA may be gone, and the locks with it."""
+    """Unlock and remove the addresses that :func:`pin` returned. At exit CUDA and its locks may be gone, which is no error."""
     while addresses:
         address = addresses.pop()
         with suppress(RuntimeError):

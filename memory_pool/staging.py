@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: the prefixes of an extend batch, streamed from the host pool one layer ahead of the computation."""
+"""Staging: streams the prefixes of an extend batch from the host pool, one layer ahead of the computation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
 
 class Staging:
-    """Two context buffers, ``[prefix | new]`` of every request in token rows (NHD): one is computed on, one is being filled.
+    """Two staging buffers, one for the layer that is computed and one for the layer whose prefixes arrive.
 
-    The transfer stream orders their reuse: the offload of layer l is queued before the staging of layer l + 2.
+    A staging buffer holds ``[prefix | new]`` of every request of a batch in token rows (NHD). The transfer stream orders its reuse: the
+    offload of layer l is queued before the staging of layer l + 2.
 
     Args:
-        host: what is streamed.
-        tokens: rows of a buffer, the longest context of a batch.
+        host: pool that the prefixes come from.
+        tokens: token rows of a staging buffer, for all contexts of a batch together.
         kv_shape: ``(H, D)``.
-        stream: where it is streamed.
-        canary: examines what arrives.
+        dtype, device: of the staging buffers.
+        stream: stream of the copies.
+        canary: examines the units that arrive, unless None.
     """
 
     def __init__(
@@ -41,28 +43,28 @@ class Staging:
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
         self.context_tokens = 0
         self.prefixes: Prefixes | None = None
-        self.laid_out: Handle | None = None  # keeps what that reads alive
-        self.arrived: list[Handle] = []  # of each buffer
-        self.examined: list[Handle] = []  # by the canary; nobody waits for it before the pass is over
+        self.laid_out: Handle | None = None  # keeps the tensors alive that lay_out reads
+        self.arrived: list[Handle] = []  # of each staging buffer
+        self.examined: list[Handle] = []  # by the canary; waited for at the end of the pass only
 
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def begin(self, context_tokens: int, lay_out: Callable[[], Prefixes], behind: Sequence[Handle] | None = None) -> None:
-        """Start on a batch: the prefixes of the first two layers are on their way when this returns.
+        """Begin a batch: start to stream the prefixes of the first two layers.
 
         Args:
-            context_tokens: of the batch, in rows of a buffer.
-            lay_out: reads the scheduler's tables, on the transfer stream.
-            behind: what the prefixes have to wait for, if not for everything that the current stream was given.
+            context_tokens: tokens of all contexts of the batch together.
+            lay_out: builds the prefixes from the scheduler's tables. It runs on the transfer stream.
+            behind: handles that the prefixes wait for. None makes them wait for all work that the current stream was given.
 
         Raises:
-            RuntimeError: contexts that do not fit a buffer together.
+            RuntimeError: the contexts do not fit a staging buffer.
         """
         if context_tokens > self.tokens:
             raise RuntimeError(
-                f"an extend batch has {context_tokens} tokens of context, expected at most the {self.tokens} of a context buffer"
+                f"an extend batch has {context_tokens} tokens of context, expected at most the {self.tokens} of a staging buffer"
             )
 
         def take() -> None:
@@ -73,7 +75,7 @@ class Staging:
         self.arrived = [self._stream(layer, behind) for layer in range(min(2, len(self.host.layers)))]
 
     def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[context_tokens, H, D]`` of ``layer`` with the prefixes in place; begins the next layer's."""
+        """Keys and values of ``layer``, ``[context_tokens, H, D]``, with the prefixes in place. Starts to stream the next layer's."""
         self.arrived[layer % 2].wait()
         keys, values = self.buffers[layer % 2]
         if self.canary is not None and len(self.prefixes.pages):
@@ -83,7 +85,7 @@ class Staging:
         return keys[: self.context_tokens], values[: self.context_tokens]
 
     def sweep(self, host_pages: torch.Tensor) -> None:
-        """Have the canary examine all units of ``host_pages [N]``, as many as a buffer holds; while nothing is in flight."""
+        """Have the canary examine all units of ``host_pages [N]``, at most a staging buffer full. Nothing may be in flight."""
         (keys, values), size = self.buffers[0], self.canary.page_size
         starts = torch.arange(len(host_pages), device=host_pages.device) * size
         for layer, pages in enumerate(self.host.layers):
@@ -100,7 +102,7 @@ class Staging:
         self.canary.verify_staged(layer, self.prefixes.pages, self.prefixes.starts, *self.buffers[layer % 2])
 
     def complete(self) -> None:
-        """Wait for what the canary examines."""
+        """Wait for the canary's examinations."""
         for handle in self.examined:
             handle.wait()
         self.examined.clear()

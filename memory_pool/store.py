@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store: everything that holds KV of the retrieval layers, built together."""
+"""Store: all pools of the retrieval layers, built together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_freekv.memory_pool.transfer import TransferStream
 
 @dataclass(frozen=True)
 class Store:
-    """Host pool, digests, device cache and prefix staging of the retrieval layers of one rank; a canary if there is one."""
+    """The pools of one rank's retrieval layers. ``canary`` is None with ``--freekv-canary off``."""
 
     host: HostPool
     digests: DigestPool
@@ -40,8 +40,21 @@ class Store:
         device: str,
         stream: TransferStream,
     ) -> Store:
-        """Allocate for ``num_tokens`` tokens of host KV, ``num_rows`` requests and contexts of ``staging_tokens`` in one extend,
-        plus SGLang's padding page and row."""
+        """Allocate all pools, with SGLang's padding page and padding row in addition.
+
+        Args:
+            config: sizes, host layout and canary.
+            shape: KV of this rank.
+            num_tokens: tokens of the host pool.
+            num_rows: running requests.
+            staging_tokens: tokens of context that one extend batch may have.
+            digest_shape: shape of one unit's digest.
+            dtype, device: of the KV.
+            stream: stream of the staging copies.
+
+        Raises:
+            RuntimeError: the system does not give the host memory.
+        """
         layers, heads, dim, size = shape.retrieval_layers, shape.kv_heads, shape.head_dim, config.page_size
         num_pages = num_tokens // size + 1
         pin = torch.device(device).type != "cpu"
@@ -63,10 +76,14 @@ class Store:
         return 0 if self.canary is None else self.canary.num_bytes
 
     def check_integrity(self, host_pages: torch.Tensor, policy) -> None:
-        """Raise RuntimeError on the first broken invariant of a pool.
+        """Check the invariants of all pools.
 
         Args:
             host_pages: ``[N]`` full pages whose digests are compared with their keys.
+            policy: policy that wrote the digests.
+
+        Raises:
+            RuntimeError: the first invariant that is broken.
         """
         self.host.check_integrity()
         self.cache.check_integrity()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer streams: work that overlaps the computation, consumed only through its handle."""
+"""Transfer streams: work beside the computation, whose results are used only behind its handle."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 
 class Handle(Protocol):
-    """Work in flight. Its results may be used after ``wait``, and only then."""
+    """Work in flight. Its results may be used only behind ``wait``."""
 
     def wait(self) -> None:
-        """Order everything submitted to the current stream from now on after the work."""
+        """Order all later work of the current stream behind this work."""
 
 
 class TransferStream(Protocol):
-    """A queue of work beside the computation, executed in the order of submission."""
+    """A queue of work beside the computation, first in, first out."""
 
     def submit(self, work: Callable[[], None], behind: Sequence[Handle] | None = None) -> Handle:
-        """Queue ``work``, ordered after everything the current stream was given so far, or ``behind`` these handles only."""
+        """Queue ``work`` behind all work that the current stream was given so far, or only behind the handles in ``behind``."""
 
     def mark(self) -> Handle:
-        """A handle of everything the current stream was given so far."""
+        """A handle of all work that the current stream was given so far."""
 
 
 class _Done:
@@ -32,7 +32,7 @@ class _Done:
 
 
 class InlineStream:
-    """Runs the work at once: a CPU has no copy engine to overlap with."""
+    """Runs work at once, on the thread that submits it: the stream of a CPU."""
 
     def submit(self, work: Callable[[], None], behind: Sequence[Handle] | None = None) -> Handle:
         work()
@@ -52,7 +52,7 @@ class _CudaHandle:
 
 
 class CudaStream:
-    """A side stream of the device; edges in both directions are CUDA events."""
+    """A side stream of the device. CUDA events order it and the submitting stream."""
 
     def __init__(self, device: str) -> None:
         self.stream = torch.cuda.Stream(device)
