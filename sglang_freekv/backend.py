@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FreeKVAttnBackend: SGLang's attention interface over the retrieval engine, and stock attention for dense layers."""
+"""FreeKVAttnBackend: SGLang's attention interface to the retrieval engine, and to stock attention for dense layers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ from sglang_freekv.memory_pool.sizing import KVShape
 
 
 class FreeKVAttnBackend(AttentionBackend):
-    """Retrieval layers go to the pool's ``Retrieval`` engine, dense layers to the stock backend of the device."""
+    """Hands retrieval layers to the pool's ``Retrieval`` engine, and dense layers to the stock backend of the device.
+
+    Raises:
+        RuntimeError: the KV pool is not a FreeKVPool.
+        Refusal: the model has an attention layer that the engine cannot serve.
+    """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         if not isinstance(model_runner.token_to_kv_pool, FreeKVPool):
             raise RuntimeError(
-                f"the KV pool is {type(model_runner.token_to_kv_pool).__name__}, expected FreeKVPool: another plugin replaced it"
+                f"the KV pool is {type(model_runner.token_to_kv_pool).__name__}, expected FreeKVPool; another plugin replaced it: remove "
+                "that plugin, or use --kv-retrieval none"
             )
         self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
         self.req_to_token_pool, self.context_len = model_runner.req_to_token_pool, model_runner.model_config.context_len
@@ -39,15 +45,15 @@ class FreeKVAttnBackend(AttentionBackend):
         model_runner.capture_tail_hooks.append(self._join)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Of a forward pass without a graph: what all layers share. Ours first: FlashInfer's plan waits for the device."""
+        """Prepare a forward pass without a graph. The engine comes first, because FlashInfer's plan waits for the device."""
         if not forward_batch.forward_mode.is_idle():
             self._prepare(forward_batch)
         self.dense.init_forward_metadata(forward_batch)
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
-        """Snapshot the scheduler's tables, which it may rewrite while the layers run, and begin an extend."""
+        """Snapshot the scheduler's tables, which it may rewrite during the pass. Begin an extend if the pass is one."""
         page_size = self.token_to_kv_pool.page_size
-        # SGLang passes views of buffers that its next pass overwrites, while the selection stream may still read ours
+        # SGLang passes views of buffers. Its next pass overwrites them, when the selection stream may still read.
         rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
         page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
@@ -61,7 +67,7 @@ class FreeKVAttnBackend(AttentionBackend):
             table_rows = rows if scheduled is None else scheduled.rows
 
             def host_pages(request: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
-                """By the scheduler's own rows: those of ``forward_batch`` are in a buffer that SGLang fills behind the pass before."""
+                """Uses the scheduler's own rows: SGLang fills the buffer of ``forward_batch``'s rows behind the pass before."""
                 return self.req_to_token_pool.req_to_token[table_rows[request], page * page_size] // page_size
 
             self.retrieval.prepare_extend(self.batch, lambda: Prefixes.build(host_pages, *lengths, page_size, rows.device))
@@ -75,7 +81,7 @@ class FreeKVAttnBackend(AttentionBackend):
         return self.dense.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before a decode graph is captured or replayed: the snapshot goes where the graph reads it."""
+        """Before a decode graph is captured or replayed: write the snapshot to the page table that the graph reads."""
         self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         size = forward_batch.batch_size
         if in_capture:
@@ -95,30 +101,32 @@ class FreeKVAttnBackend(AttentionBackend):
         self.dense.on_after_cuda_graph_warmup()
 
     def _join(self, runner, output, forward_batch: ForwardBatch, num_tokens: int) -> None:
-        """Behind the logits, in the graph: what runs beside the computation ends with it."""
+        """In the graph, behind the logits: join the side streams."""
         self.retrieval.complete_all_transfers()
 
     def _pages(self, tokens: int) -> int:
-        """Pages of a context, and the one that the next token may begin."""
+        """Pages of a context of ``tokens``, including one that the next token may begin."""
         return tokens // self.token_to_kv_pool.page_size + 1
 
     @property
     def _most_pages(self) -> int:
-        """Width of the page table on a GPU: a kernel is compiled for it, and a graph captured with it. SGLang ends a request before it
-        has as many tokens as the context length."""
+        """Width of the page table on a GPU, fixed because kernels are compiled and graphs captured for it.
+
+        SGLang ends a request before it has ``context_len`` tokens.
+        """
         return self._pages(self.context_len - 1)
 
     def _snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
-        """Host page of each logical page into ``page_table [B, P]``."""
+        """Write the host page of each logical page to ``page_table [B, P]``."""
         kernels.snapshot_pages(self.req_to_token_pool.req_to_token, rows, seq_lens, page_table, self.token_to_kv_pool.page_size)
         return page_table
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
-        """Attention of one new token per request, ``[B, Hq * D]``."""
+        """``[B, Hq * D]`` attention of one new token per request."""
         return self._forward(self.retrieval.decode, self.dense.forward_decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
 
     def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
-        """Attention of new tokens after a prefix, ``[T, Hq * D]``."""
+        """``[T, Hq * D]`` attention of the new tokens behind a prefix."""
         return self._forward(self.retrieval.extend, self.dense.forward_extend, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
 
     def _forward(self, retrieve, dense, q, k, v, layer, forward_batch, save_kv_cache, kwargs):
@@ -127,8 +135,8 @@ class FreeKVAttnBackend(AttentionBackend):
             return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         if not save_kv_cache or k is None or v is None:
             raise RuntimeError(
-                f"layer {layer.layer_id} attends without storing keys and values of its own, expected every retrieval layer to store "
-                "them; this model shares or fuses KV in a way that is not supported, use --kv-retrieval none"
+                f"layer {layer.layer_id} attends without keys and values of its own, expected every retrieval layer to store them; the "
+                "model shares or fuses KV in a way that is not supported, use --kv-retrieval none"
             )
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
@@ -139,13 +147,17 @@ class FreeKVAttnBackend(AttentionBackend):
 
 
 def _attention_layers(model: torch.nn.Module) -> Iterator[RadixAttention]:
-    """Those of modules, and those that SGLang's way to Transformers' models keeps beside them."""
+    """Attention layers among the model's modules, and those that SGLang's Transformers backend keeps in ``attention_instances``."""
     beside = getattr(model, "attention_instances", None) or {}
     yield from (module for module in (*model.modules(), *beside.values()) if isinstance(module, RadixAttention))
 
 
 def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:
-    """Refuse a model whose attention is not one of each layer, of the shape of the pool: each layer has the next one's prefix brought."""
+    """Refuse a model unless each layer has exactly one attention, of the pool's shape. An extend stages the next layer's prefix in each.
+
+    Raises:
+        Refusal: a layer has no attention or several, or one that ``_check_layer`` refuses.
+    """
     numbers, expected = sorted(layer.layer_id for layer in layers), list(range(pool.layer_num))
     if numbers != expected:
         wrong = sorted(set(numbers) ^ set(expected)) or sorted({number for number in numbers if numbers.count(number) > 1})
@@ -158,7 +170,7 @@ def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:
 
 
 def _check_layer(layer: RadixAttention, shape: KVShape) -> None:
-    """Refuse an attention layer whose semantics the retrieval engine does not have."""
+    """Raise Refusal for an attention layer whose semantics the retrieval engine does not have."""
     found, expected = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim), (shape.query_heads, shape.kv_heads, shape.head_dim)
     unlike = {
         f"{found[0]} query heads, {found[1]} kv heads and a head_dim of {found[2]} where others have {expected}": found != expected,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one forward pass asks of the retrieval engine, computed once for all layers."""
+"""Batches: the tensors of one forward pass that all layers share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class DecodeBatch:
     """One new token for each of B requests.
 
     Args:
-        rows: ``[B]`` device-cache row of each request.
+        rows: ``[B]`` row of each request, 0 for padding.
         seq_lens: ``[B]`` tokens of context, the new one included.
-        page_table: ``[B, P]`` logical page -> host page, a snapshot: the scheduler may rewrite its table while this runs.
+        page_table: ``[B, P]`` logical page -> host page. It is a snapshot, because the scheduler may rewrite its table during the pass.
     """
 
     rows: torch.Tensor
@@ -26,14 +26,14 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class ExtendBatch(DecodeBatch):
-    """New tokens after a prefix of whole pages, for each of B requests; the context of the batch is one ragged buffer.
+    """T new tokens of B requests, each behind a prefix of whole pages. All contexts of the batch share one staging buffer, end to end.
 
     Args:
         query_lens, key_lens: new tokens and all tokens of each request.
-        context_starts: ``[B]`` first token row of each request in the context buffer.
-        new_rows: ``[T]`` context row of each new token.
-        full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first context row.
-        last_tokens: ``[B]`` index of each request's last new token among the new tokens.
+        context_starts: ``[B]`` first token row of each request in the staging buffer.
+        new_rows: ``[T]`` token row of each new token in the staging buffer.
+        full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first token rows in the staging buffer.
+        last_tokens: ``[B]`` index of each request's last token among the new tokens.
     """
 
     query_lens: list[int]
@@ -48,10 +48,16 @@ class ExtendBatch(DecodeBatch):
     def build(
         cls, rows: torch.Tensor, page_table: torch.Tensor, prefix_lens: list[int], query_lens: list[int], page_size: int
     ) -> ExtendBatch:
-        """Lay the batch out.
+        """Lay out the contexts of a batch.
+
+        Args:
+            rows: ``[B]`` row of each request.
+            page_table: ``[B, P]`` logical page -> host page.
+            prefix_lens, query_lens: tokens of each request's prefix, and its new tokens.
+            page_size: S.
 
         Raises:
-            RuntimeError: a prefix that is not whole pages; only full pages have a place in the host pool.
+            RuntimeError: a prefix is not a whole number of pages. The host pool holds full pages only.
         """
         if ragged := [length for length in prefix_lens if length % page_size]:
             raise RuntimeError(f"extend after a prefix of {ragged[0]} tokens, expected a multiple of the page size {page_size}")
@@ -78,10 +84,10 @@ class ExtendBatch(DecodeBatch):
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Where the prefixes of an extend batch come from and go to.
+    """The prefix pages of an extend batch, and their places in the staging buffer.
 
     Args:
-        pages, starts: ``[N]`` host pages, and the rows of the context buffer that they go to.
+        pages, starts: ``[N]`` host pages, and their first token rows in the staging buffer.
     """
 
     pages: torch.Tensor
@@ -96,8 +102,12 @@ class Prefixes:
         page_size: int,
         device: torch.device,
     ) -> Prefixes:
-        """Lay the prefixes out, in the contexts of ``ExtendBatch.build``; ``host_pages`` of logical pages: request and page number,
-        both ``[N]`` on the device."""
+        """Lay out the prefixes in the contexts of ``ExtendBatch.build``.
+
+        Args:
+            host_pages: host pages ``[N]`` of logical pages, given as indices of requests and page numbers, both ``[N]`` on the device.
+            prefix_lens, query_lens, page_size: as in ``ExtendBatch.build``.
+        """
         counts = torch.tensor(prefix_lens) // page_size
         key = torch.tensor(prefix_lens) + torch.tensor(query_lens)
         owner, index = _ragged(counts)
@@ -108,11 +118,11 @@ class Prefixes:
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device, which may be at work on the batch before."""
+    """``tensor`` on ``device``. The host does not wait for the device, which may still compute the batch before."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _ragged(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of ``counts[i]`` items of request i: the request, and the item's index within it."""
+    """``counts[i]`` items for each request i: ``[N]`` request of each item, and ``[N]`` index of the item within its request."""
     owner = torch.arange(len(counts)).repeat_interleave(counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FreeKVConfig: what the user asked for, validated once, in tokens; everything inside the engine counts pages."""
+"""FreeKVConfig: the user's settings in tokens, validated once. The engine counts pages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DEFAULT_PAGE_SIZE = 32
-BACKEND_NAME = "freekv"  # of the attention backend in SGLang
+BACKEND_NAME = "freekv"  # name of the attention backend in SGLang
 GIB = 1 << 30
 DIGESTS = ("cuboid-mean", "min-max", "two-bit")
-WORD_TOKENS = 8  # whose codes share a word in a two-bit digest
-MOST_SLOTS = (1 << 15) - 1  # of a request on the device: two counts of them share a word in the plan
+WORD_TOKENS = 8  # tokens whose codes share a word of a two-bit digest
+MOST_SLOTS = (1 << 15) - 1  # slots of a row: two counts of slots share a word in the plan
 POOLINGS = ("softmax-mean", "mean", "max")
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
-CANARIES = {"off": 0, "sample": 16, "full": 1}  # units to a unit that is examined; 0 is none
+CANARIES = {"off": 0, "sample": 16, "full": 1}  # one unit in so many is examined; 0 examines none
 
 
 class Method(NamedTuple):
-    """What a retrieval method takes unless told otherwise; without a tau, all kv heads are corrected in every step."""
+    """Defaults of a retrieval method. With tau None, every kv head is corrected in every step."""
 
     tau: float | None
     digest: str
@@ -40,7 +40,7 @@ class Refusal(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # a value that is repeated in it may be of several lines
+        super().__init__(" ".join(message.split()))  # a value that the message repeats may have several lines
 
 
 def typed(name: str) -> str:
@@ -49,7 +49,7 @@ def typed(name: str) -> str:
 
 
 class PageBudget(NamedTuple):
-    """How the pages that one decode step attends to divide."""
+    """Pages that one decode step attends to, per request and kv head, by kind."""
 
     sink: int
     selected: int
@@ -65,27 +65,26 @@ class FreeKVConfig:
     """Settings of KV retrieval for one engine.
 
     Args:
-        method: retrieval policy, a key of ``METHODS``.
+        method: retrieval method, a key of ``METHODS``.
         budget_tokens: tokens of KV per request and kv head that attention reads in one decode step.
         sink_tokens: first tokens of the context, always attended to.
         window_tokens: last tokens of the context (the partial last page included), always attended to; at least two pages.
-        tau: a kv head whose query similarity to the previous step falls below ``tau`` is corrected
-            (paper section 3.3). Above 1 every head is corrected in every step, below -1 none is. None becomes the method's default,
-            and stays None with a method that has no threshold.
-        digest: one of ``DIGESTS``: what a page is scored by. None becomes the method's default.
-        pooling: one of ``POOLINGS``: how the scores of the query heads that share a kv head become the one that it selects by.
-            None becomes the method's default.
-        device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget; pages beyond
-            what a step attends to need no recall when they are selected again. None is the budget.
-        dense_layers: layers whose KV is not compressed and stays on the device in full.
-        host_memory_gib: host memory for the KV pool of one rank in GiB; None takes the documented share.
+        tau: a kv head is corrected if its query's similarity to the last one is below ``tau`` (paper section 3.3). Above 1 every kv head
+            is corrected in every step, below -1 none is. None becomes the method's default, and stays None if the method has none.
+        digest: one of ``DIGESTS``: the summary by which pages are scored. None becomes the method's default.
+        pooling: one of ``POOLINGS``: how the scores of a group become the weight by which its kv head selects. None becomes the method's
+            default.
+        device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget. A page beyond the
+            budget needs no recall if it is selected again. None becomes the budget.
+        dense_layers: layers that keep all their KV on the device and use stock attention.
+        host_memory_gib: GiB of host memory for the host pool of one rank. None becomes a share of the available memory.
         page_size: tokens per page, SGLang's ``--page-size``.
-        recall: a key of ``RECALLS``: how missing pages come from the host.
-        host_layout: a key of ``HOST_LAYOUTS``: order of a page's axes in host memory.
-        canary: a key of ``CANARIES``: how many of the pages that come back from the host are compared with their checksums.
+        recall: one of ``RECALLS``: how missing units are copied from the host pool.
+        host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
+        canary: a key of ``CANARIES``: how many of the units that come back from the host pool are compared with their checksums.
 
     Raises:
-        Refusal: a value outside its range, or one that is not a whole number of pages.
+        Refusal: a value is outside its range, or is not a whole number of pages.
     """
 
     method: str = "freekv"
@@ -108,7 +107,7 @@ class FreeKVConfig:
             raise Refusal(f"--kv-retrieval {self.method}: expected one of none, {', '.join(METHODS)}; use freekv")
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
-        edge = MOST_SLOTS // 4  # so that twice both fit
+        edge = MOST_SLOTS // 4  # twice the sum of sink and window then fits MOST_SLOTS
         for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge)):
             tokens = getattr(self, f"{name}_tokens")
             if tokens < 0 or tokens % self.page_size:
@@ -134,7 +133,7 @@ class FreeKVConfig:
                 f"written may hold one token; use --freekv-window {2 * self.page_size} or more"
             )
         if self.budget_tokens <= self.sink_tokens + self.window_tokens:
-            enough = 2 * (self.sink_tokens + self.window_tokens)  # as much as the defaults leave; those that grow with the budget fit too
+            enough = 2 * (self.sink_tokens + self.window_tokens)  # half of it to select, as by default, and within MOST_SLOTS
             raise Refusal(
                 f"--freekv-budget {self.budget_tokens}: expected more than --freekv-sink {self.sink_tokens} + "
                 f"--freekv-window {self.window_tokens}, or nothing is left to select; use --freekv-budget {enough}, or lower ones of these"
@@ -188,10 +187,10 @@ class FreeKVConfig:
 
     @property
     def cache_pages(self) -> int:
-        """Device slots of a request: C."""
+        """C, the slots of a row."""
         return self.cache_tokens // self.page_size
 
 
 def _nearest(tokens: int, page_size: int) -> int:
-    """Whole pages nearest to ``tokens``, of any size."""
+    """The whole number of pages nearest to ``tokens``, in exact integers."""
     return (2 * tokens + page_size) // (2 * page_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests: what a page is summarised by on the device, and how a query scores the page by it."""
+"""Digests: the summaries of pages on the device, and the scores that queries give to pages by them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from sglang_freekv.kernels import Box
 
 
 class Digests(Protocol):
-    """One way of it. All tensors as in ``kernels.reference``."""
+    """One kind of digest. All tensors are as in ``kernels.reference``."""
 
     def shape(self, head_dim: int, element_bytes: int) -> tuple[int, ...]:
-        """Shape of the digest of one (page, kv head), in elements of the KV's dtype."""
+        """Shape of one unit's digest, in elements of the KV's dtype.
+
+        Raises:
+            Refusal: the kind cannot summarise keys of this ``head_dim``.
+        """
 
     def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
-        """Write the digests of full pages."""
+        """Write the digests of full pages, in place."""
 
     def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
-        """``[B, Hq, P]`` float32 logits of the pages that are candidates for the next step, higher is better; ``scale`` is that of the
-        layer's attention, so that a softmax over pages is as sharp as the layer's over tokens."""
+        """``[B, Hq, P]`` float32 scores of the candidates for the next step; higher is better.
+
+        ``scale`` is the factor of the layer's attention logits. It makes a softmax over pages as sharp as the layer's over tokens.
+        """
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """A box around the keys of a page, which is scored by the largest logit of a key inside it.
+    """A box around the keys of a page. A page's score is the largest logit of a point in its box (FreeKV, section 3.2).
 
     Args:
-        budget: sink and window bound the candidates.
+        budget: its sink and window delimit the candidates.
         page_size: S.
-        box: which one.
+        box: "cuboid-mean" or "min-max", as in ``kernels.reference.digest_pages``.
     """
 
     budget: PageBudget
@@ -55,18 +61,20 @@ class Boxes:
 
 @dataclass(frozen=True)
 class TwoBit:
-    """The box that holds the keys of a page, and each key in two bits a dimension inside it. The page's score is the logarithm of the
-    sum of its keys' exponentials, so that a softmax over pages is the softmax over tokens, of keys so approximated.
+    """The min-max box of a page, and two bits for each dimension of each key in it.
+
+    Two bits a dimension approximate each key. A page's score is the log-sum-exp of these keys' logits, so a softmax over pages is a
+    softmax over tokens.
 
     Args:
-        budget, page_size: as of ``Boxes``.
+        budget, page_size: as in ``Boxes``.
     """
 
     budget: PageBudget
     page_size: int
 
     def shape(self, head_dim: int, element_bytes: int) -> tuple[int, ...]:
-        """Raises Refusal for an odd number of dimensions, of which two share a word."""
+        """As ``Digests.shape``; an odd ``head_dim`` is refused, because two dimensions share a word."""
         if head_dim % 2:
             raise Refusal(
                 f"--freekv-digest two-bit: expected an even head_dim, but the model's is {head_dim}; use --freekv-digest cuboid-mean"

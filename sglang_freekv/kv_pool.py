@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FreeKVPool: the KV pool that SGLang sees. Its token slots are host slots: slot // page_size is the host page."""
+"""FreeKVPool: the KV pool that SGLang sees. Its token slots are places in the host pool: slot // page_size is the host page."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ from sglang_freekv.retrieval import Retrieval
 
 logger = logging.getLogger(__name__)
 
-EXTEND_WORKSPACE_BYTES = 512 << 20  # what SGLang gives FlashInfer for models with few kv heads
+EXTEND_WORKSPACE_BYTES = 512 << 20  # SGLang's own size for models with few kv heads
 
 
 class FreeKVPool(MHATokenToKVPool):
-    """Dense layers as stock buffers on the device, retrieval layers behind a ``Retrieval`` engine.
+    """Stock buffers on the device for dense layers, and a ``Retrieval`` engine for retrieval layers.
 
     Args:
-        config: what the user asked for.
+        config: the user's settings.
         shape: KV of this rank.
-        size: tokens of host KV; SGLang's allocator hands them out.
+        size: tokens of the host pool, which SGLang's allocator hands out.
+        num_rows: running requests that the device cache holds.
         staging_tokens: tokens of context that one extend batch may have.
-        num_rows: requests the device cache holds.
+        dtype, device: of the KV.
+
+    Raises:
+        RuntimeError: the system does not give the host memory.
     """
 
     def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, dtype, device: str) -> None:
@@ -40,7 +44,7 @@ class FreeKVPool(MHATokenToKVPool):
         num_layers = shape.retrieval_layers + shape.dense_layers
         retrieval_layers = [layer for layer in range(num_layers) if layer not in config.dense_layers]
         self.retrieval_index = {layer: index for index, layer in enumerate(retrieval_layers)}
-        self.heads = len(retrieval_layers) * shape.kv_heads  # that a decode step asks whether their query has turned
+        self.heads = len(retrieval_layers) * shape.kv_heads  # kv heads that every decode step may correct
         self.totals = RetrievalCounts()
         super().__init__(
             size=size,
@@ -55,7 +59,7 @@ class FreeKVPool(MHATokenToKVPool):
         logger.info(self.activation_line())
 
     def _create_buffers(self) -> None:
-        """Stock's allocation hook: full buffers for dense layers only, everything else in the store."""
+        """SGLang's allocation hook. Dense layers get full buffers; retrieval layers get none here and live in the store."""
         rows = self.size + self.page_size
         buffers = [
             [
@@ -107,14 +111,14 @@ class FreeKVPool(MHATokenToKVPool):
         super().set_kv_buffer(layer, loc_info, cache_k, cache_v, *args, **kwargs)
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Keys and values on the device and on the host; digests and checksums count as keys."""
+        """Bytes of keys and of values, on the device and on the host together. Digests and checksums count as keys."""
         dense = sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer))
         store = self.store
         half = (dense + store.host.num_bytes + store.cache.num_bytes) // 2
         return half + store.digests.num_bytes + store.canary_bytes, half
 
     def describe(self) -> dict:
-        """What was built, in tokens and bytes."""
+        """The settings in force, and the sizes of all pools in tokens and bytes."""
         return {
             "method": self.config.method,
             "budget_tokens": self.config.budget_tokens,
@@ -142,7 +146,7 @@ class FreeKVPool(MHATokenToKVPool):
         }
 
     def activation_line(self) -> str:
-        """The line that tells a log's reader that retrieval is on, and with what."""
+        """The log line that says that retrieval is on, with its settings and sizes."""
         facts, config = self.describe(), self.config
         threshold = "no tau, every kv head is corrected" if config.tau is None else f"tau {config.tau:g}"
         gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
@@ -157,7 +161,7 @@ class FreeKVPool(MHATokenToKVPool):
         )
 
     def held_pages(self, allocator) -> torch.Tensor:
-        """``[N]`` ascending: the host pages that SGLang's page allocator has handed out; all full, when no request is running."""
+        """``[N]`` ascending host pages that SGLang's page allocator has handed out. All are full while no request runs."""
         held = torch.ones(allocator.num_pages + 1, dtype=torch.bool)
         held[0] = False
         held[torch.cat((allocator.free_pages, allocator.release_pages)).cpu()] = False

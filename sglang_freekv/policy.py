@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retrieval policies: what pages are scored by, how a group of query heads chooses among them, when a choice is corrected.
+"""Retrieval policies: how pages are scored, how the query heads of a group select together, and when a kv head is corrected.
 
-A policy decides pages; the engine moves them. A published method is its settings in ``METHODS``.
+A policy decides which pages are needed; the engine moves them. Each published method is one entry of ``METHODS``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sglang_freekv.kernels import Pooling
 
 @dataclass(frozen=True)
 class Policy:
-    """What the engine asks of a method.
+    """The decisions of a method.
 
-    FreeKV (ICLR 2026) selects a step ahead, by the mean of a group's softmax over min-max digests. Quest (ICML 2024) and ArkVale (NeurIPS
-    2024) select with each step's own query: tau is infinite. Quest's paper selects for each query head; the heads of a group share here
-    what is best for one of them, by the maximum of their scores.
+    FreeKV (ICLR 2026) selects a step ahead and pools a group by the mean of its softmax. Its digest here is cuboid-mean by default; the
+    paper has min-max. Quest (ICML 2024) and ArkVale (NeurIPS 2024) select with each step's own query, so their tau is infinite. Quest's
+    paper selects for each query head. Here the heads of a group share one selection, by the maximum of their scores.
 
     Args:
-        digests: what pages are summarised and scored by.
-        pooling: how a group's logits become the one weight by which its kv head selects.
-        tau: correction threshold (FreeKV, section 3.3).
+        digests: how pages are summarised and scored.
+        pooling: how a group's logits become the weight by which its kv head selects.
+        tau: a kv head is corrected if its query's similarity is below ``tau`` (FreeKV, section 3.3).
     """
 
     digests: Digests
@@ -39,10 +39,7 @@ class Policy:
     def needs_correction(
         self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
     ) -> torch.Tensor:
-        """``[B, H]`` bool: kv heads for which the pages chosen a step ago will not do; ``previous`` becomes ``queries``.
-
-        All tensors as in ``kernels.reference``.
-        """
+        """``[B, H]`` bool: which kv heads are corrected. ``queries`` replace ``previous``; all tensors are as in ``kernels.reference``."""
         return kernels.needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads)
 
 

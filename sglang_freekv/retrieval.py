@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FreeKV's decode step and the extend that precedes it (paper sections 3 and 4).
 
-One step of one layer: finish last step's recall, score the pages on the selection stream, and plan there a correction of the kv heads
-whose query is not like the last one, and the next step of the others. Beside that append the new token, and offload the page that it fills.
-Then attend to what is there; beside that the correction's recall, and behind it the attention to the rest, to be merged. Behind the attention
-plan what is left of the next step; the transfer stream recalls what that wants beside the next layer.
+One step of one layer waits for the last step's recall ahead, then runs on four streams (DESIGN.md, section A step):
+
+- selection: score the candidates; plan; the correction's recall and the attention to the rest; plan ahead behind the merge.
+- appends: append the new token. If it fills its page, digest and offload the page.
+- main: find the corrected kv heads; behind plan and append, attend to the present pages; merge.
+- transfers: recall ahead, beside the next layer.
 """
 
 from __future__ import annotations
@@ -22,31 +24,40 @@ from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 from sglang_freekv.policy import Policy
 
-CORRECTING_PROGRAMS = 64  # of a recall that the computation waits for: the larger share of the link
+# Programs of a correction's recall. Attention waits for it, so it takes the larger share of the link from recalls ahead.
+# Trials: benchmarks/results/bench_step-history.json.
+CORRECTING_PROGRAMS = 64
 
 
 def programs_ahead(requests: int) -> int:
-    """Programs of a recall beside the computation: 8 fill the link, if the computation leaves them room on as many processors."""
+    """Programs of a recall ahead.
+
+    Eight fill the link if the computation leaves them processors (benchmarks/results/bench_recall.json). Above eight requests sixteen are
+    faster (benchmarks/results/bench_step-history.json).
+    """
     return 8 if requests <= 8 else 16
 
 
 def plans_early(requests: int) -> bool:
-    """Whether the next step is planned before this one's attention. Of few kv heads often none turned: then attention need not wait."""
+    """Whether kv heads that are not corrected plan the next step before attention.
+
+    With one or two requests most layers have no corrected kv head. Planning ahead then comes behind attention, which starts sooner.
+    """
     return requests > 2
 
 
 class ExtendAttention(Protocol):
-    """Causal attention of new tokens over ``[prefix | new]``, request after request."""
+    """Causal attention of new tokens over ``[prefix | new]``, for each request on its own."""
 
     def plan(self, query_lens: list[int], key_lens: list[int]) -> None:
-        """Prepare for a batch; a request's queries are its last ``query_len`` positions."""
+        """Prepare for all layers of a batch. A request's queries are those of its last ``query_len`` positions."""
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """``[sum(query_lens), Hq, D]`` from queries of that shape and keys, values ``[sum(key_lens), H, D]``."""
+        """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape and ``keys``, ``values [sum(key_lens), H, D]``."""
 
 
 class Recall(Protocol):
-    """Brings missing units from the host pool to their slots, and leaves the list empty."""
+    """Copies missing units from the host pool to their slots, and leaves the list empty, as ``kernels.recall_pages`` does."""
 
     def __call__(
         self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int, closely: bool = False
@@ -54,10 +65,11 @@ class Recall(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """What the scheduler has written for the next extend; all of it is there behind ``written``.
+    """What the scheduler has prepared for the next extend.
 
     Args:
-        rows: ``[B]`` rows of its requests in the scheduler's tables.
+        written: handle behind which the scheduler's tables are complete for that extend.
+        rows: ``[B]`` rows of the extend's requests in these tables.
     """
 
     written: Handle
@@ -68,14 +80,14 @@ class Retrieval:
     """The retrieval engine of one model: every layer here is a retrieval layer, numbered from 0.
 
     Args:
-        config: budget, sink and window.
+        config: page size, budget, sink and window.
         policy: digests and their scores, pooling, correction.
-        store: host pool, digests and device cache.
-        selection: the stream of scores, plans, corrections' recall and the attention to what it brings.
-        appends: the stream of new tokens, and of the digest and the offload of a page that one fills.
-        transfers: the stream of recall ahead, and of an extend's offload and prefix staging.
-        recall: how missing pages come.
-        extend_attention: of the device.
+        store: host pool, digests, device cache, staging buffers and canary.
+        selection: stream of scores, plans, the corrections' recalls and the attention to the rest.
+        appends: stream of new tokens, and of the digest and the offload of a page that one of them fills.
+        transfers: stream of recalls ahead, and of an extend's offload and staging.
+        recall: copies missing units, by ``kernels.recall_pages`` or the copy engine.
+        extend_attention: causal attention of the device.
     """
 
     def __init__(
@@ -95,24 +107,26 @@ class Retrieval:
         self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
-        self.settled: Handle | None = None  # of all passes but the last, if that is a graph and fills no page
-        self.scheduled: Scheduled | None = None  # for the next pass
+        self.settled: Handle | None = None  # behind all passes but the last; None unless the last is a graph that fills no page
+        self.scheduled: Scheduled | None = None  # for the next pass, if it is an extend
         self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
-        self.ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # one is filled while the last one is recalled
+        self.ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
 
     def decode(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
     ) -> torch.Tensor:
-        """One decode step of one layer; launches work and waits for none, so that a CUDA graph can hold it.
+        """One decode step of one layer. The host launches work and waits for none, so a CUDA graph can hold the step.
 
         Args:
             queries: ``[B, Hq, D]`` post-RoPE.
             keys, values: ``[B, H, D]`` of the new tokens.
+            batch: rows, lengths and page table.
+            scale: factor of the layer's attention logits.
 
         Returns:
-            ``[B, Hq, D]`` attention output.
+            ``[B, Hq, D]`` attention output, in the dtype of the queries.
         """
         cache, policy, rows, seq_lens = self.cache.layers[layer], self.policy, batch.rows, batch.seq_lens
         digests, logits = self.digests.layers[layer], []
@@ -156,7 +170,7 @@ class Retrieval:
         planned = self.selection.submit(plan)
         corrected = self.selection.submit(correct)
         if self.canary is not None:
-            self.selection.submit(verify)  # not sooner: the computation waits for the correction
+            self.selection.submit(verify)  # behind the correction, because attention waits for that
         appended.wait()
         planned.wait()
         kernels.attend_present(*attended, shares)
@@ -166,20 +180,26 @@ class Retrieval:
         return output
 
     def prepare_replay(self, fills_page: bool) -> None:
-        """Before a decode graph is replayed: what passes without one left in flight is over (a graph leaves nothing).
+        """Prepare the replay of a decode graph: wait for the work that passes without a graph left in flight. A graph leaves none.
 
         Args:
-            fills_page: whether a request's page is full with this step. Then it is offloaded, and may be in the radix tree before it is.
+            fills_page: whether this step fills a page of a request. The radix tree may then have the page before the graph has offloaded
+                it, so an extend must not stage beside this graph.
         """
         self.complete_all_transfers()
         self.settled = None if fills_page else self.transfers.mark()
 
     def prepare_extend(self, batch: ExtendBatch, prefixes: Callable[[], Prefixes]) -> None:
-        """Begin an extend: what the last forward pass left in flight is over before its rows and pages change hands, and the
-        first layers' prefixes are on their way; if the last pass is a graph that cannot touch them, beside that graph.
+        """Begin an extend: wait for the last pass's work before rows and pages change hands, and start to stage the first layers' prefixes.
+
+        If the last pass is a graph that fills no page, these prefixes are staged beside it.
 
         Args:
-            prefixes: lays them out, from the scheduler's tables.
+            batch: the extend batch.
+            prefixes: builds the layout of the prefixes from the scheduler's tables.
+
+        Raises:
+            RuntimeError: the contexts do not fit a staging buffer.
         """
         self.complete_all_transfers()
         behind = None if self.settled is None or self.scheduled is None else (self.settled, self.scheduled.written)
@@ -191,11 +211,13 @@ class Retrieval:
     def extend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ExtendBatch, scale: float
     ) -> torch.Tensor:
-        """Causal attention of new tokens over ``[prefix | new]``; stores the pages they fill and seeds the rows for decoding.
+        """One extend of one layer: attend to ``[prefix | new]``, digest and offload the pages that are filled, and seed the rows.
 
         Args:
             queries: ``[T, Hq, D]`` post-RoPE.
             keys, values: ``[T, H, D]`` of the new tokens.
+            batch: the extend batch that ``prepare_extend`` began.
+            scale: factor of the layer's attention logits.
 
         Returns:
             ``[T, Hq, D]`` attention output.
@@ -212,8 +234,10 @@ class Retrieval:
         return output
 
     def complete_transfers(self, layer: int) -> None:
-        """Wait for what the last forward pass of ``layer`` left in flight: a plan and a recall, which own the slots and the slot table
-        until then, or an offload, which a correction may read back."""
+        """Order the current stream behind the work that the last pass left in flight in ``layer``.
+
+        A plan and a recall ahead own the slots and the slot table until then. A correction may recall the pages of an offload.
+        """
         for handle in self.in_flight[layer]:
             handle.wait()
         self.in_flight[layer].clear()
@@ -224,7 +248,7 @@ class Retrieval:
         self.store.staging.complete()
 
     def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[B, 3]`` hits, recalled and corrected of ``rows [B]`` since their last extend."""
+        """``[B, 3]`` int64 HITS, RECALLED and CORRECTED of ``rows [B]`` since their last extend."""
         return self.counts[rows]
 
     def _offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
@@ -237,7 +261,7 @@ class Retrieval:
             self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
 
     def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, reads: Reads) -> None:
-        """Write down what this step attends to, and plan of the next one what need not wait."""
+        """Write what this step attends to, and plan ahead for kv heads that are not corrected if ``plans_early``."""
         kernels.plan_pages(
             *self._where(logits, batch, turned),
             *self._tables(layer),
@@ -260,7 +284,7 @@ class Retrieval:
         )
 
     def _where(self, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor) -> tuple:
-        """What both plans go by."""
+        """The arguments that both plans share."""
         return logits, batch.rows, batch.seq_lens, batch.page_table, self.config.pages, turned, plans_early(len(batch.rows))
 
     def _tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,7 +299,7 @@ class Retrieval:
         context_values: torch.Tensor,
         scale: float,
     ) -> None:
-        """Fill the rows for the first decode step, selected by the last tokens' ``queries [B, Hq, D]``."""
+        """Fill the rows with the pages of the first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""
         cache, config = self.cache.layers[layer], self.config
         logits = self.policy.digests.score(queries, self.digests.layers[layer], batch, scale)
         kernels.seed_slots(
