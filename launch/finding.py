@@ -15,7 +15,7 @@ class Finding:
     Args:
         name, value: what was looked at, and what was seen, for a reader.
         remedy: what to do about it; None where nothing is to be done.
-        stops: a server would not start, or could not serve the request that was asked about.
+        stops: a server would not start, or could not serve the requests that were asked about.
         figures: what ``value`` says, for a program: bytes, counts, bytes per second; the unit ends the name.
     """
 
@@ -26,15 +26,15 @@ class Finding:
     figures: dict = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.value} - {self.remedy or 'ok'}"
+        return f"{self.name}: {self.value}" + (f" - {self.remedy}" if self.remedy else "")
 
     def to_json(self) -> dict:
         return asdict(self)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in GiB, or in MiB or KiB if they are few."""
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
-        if abs(num_bytes) >= unit / 2:
+    """Bytes in TiB or GiB, or in MiB or KiB if they are few."""
+    for unit, name in ((1 << 50, "PiB"), (1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB")):
+        if abs(num_bytes) >= unit / 2 and (unit <= GIB or abs(num_bytes) >= unit):
             return f"{num_bytes / unit:.2f} {name}"
     return f"{num_bytes / 1024:.1f} KiB"

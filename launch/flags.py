@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from sglang_freekv.launch.model import quiet
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, typed
+from sglang_freekv.options import ABOUT, FLAGS
 
 HEAD = """# Flags
 
@@ -38,17 +39,11 @@ TAIL = """
 
 def page() -> str:
     """The page, in Markdown."""
-    with quiet():
-        from sglang_freekv.config import DEFAULT_PAGE_SIZE
-        from sglang_freekv.options import ABOUT
     rows = "\n".join(_rows())
     return f"{HEAD.format(about=ABOUT)}\n| flag | meaning |\n|---|---|\n{rows}\n{TAIL.format(page_size=DEFAULT_PAGE_SIZE)}"
 
 
 def _rows() -> Iterator[str]:
-    with quiet():
-        from sglang_freekv.options import FLAGS
-        from sglang_freekv.config import typed
     for name, settings in FLAGS.items():
         values = settings.get("metavar") or f"{{{','.join(settings['choices'])}}}"
         yield f"| `{typed(name)} {values}` | {settings['help'].replace('%%', '%')} |"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Footprint: what one request costs on each tier, how many fit, and what recall asks of the link; by the server's own sizing."""
+"""Footprint: what requests cost a rank on each tier, and what recall asks of the link; by the server's own sizing."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.sizing import Sizing
 
 CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model: README, Speed
-MOST_REQUESTS = 4096  # SGLang's own limit
+MOST_REQUESTS = 4096  # SGLang's own limit, unless more are asked for
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One request of the longest context that ``sizing`` is for."""
+    """Requests of the longest context that ``sizing`` is for, on one rank."""
 
     sizing: Sizing
 
     @property
     def tokens(self) -> int:
-        """The context in whole pages."""
+        """The context of a request in whole pages."""
         page = self.sizing.config.page_size
         return -(-self.sizing.context_len // page) * page
 
     @property
     def host_bytes(self) -> int:
+        """Of one request in the host pool."""
         return self.tokens * self.sizing.host_bytes_per_token
 
     @property
-    def digest_bytes(self) -> int:
-        return int(self.tokens * self._without(dense_layers=0).device_bytes_per_token)
+    def digest_token_bytes(self) -> float:
+        """Digests, and checksums if there is a canary."""
+        return replace(self.sizing, shape=replace(self.sizing.shape, dense_layers=0)).device_bytes_per_token
 
     @property
-    def dense_bytes(self) -> int:
-        return int(self.tokens * self._without(retrieval_layers=0).device_bytes_per_token)
+    def dense_token_bytes(self) -> float:
+        return replace(self.sizing, shape=replace(self.sizing.shape, retrieval_layers=0)).device_bytes_per_token
 
     @property
     def recalled_bytes(self) -> float:
@@ -42,27 +44,20 @@ class Footprint:
         config = self.sizing.config
         return MISSED * config.pages.selected * config.page_size * self.sizing.host_bytes_per_token
 
-    def host_requests(self, host_bytes: int) -> int:
-        return min(MOST_REQUESTS, host_bytes // self.host_bytes)
+    def device_bytes(self, requests: int) -> float:
+        """Of ``requests`` at once, a row of padding and the staging of prefixes included."""
+        tokens = requests * self.tokens * self.sizing.device_bytes_per_token
+        return tokens + (requests + 1) * self.sizing.row_bytes + self.sizing.staging_bytes
 
-    def device_requests(self, device_bytes: int) -> int:
-        """Requests that fit the device when the host holds as many."""
-        return self._most(lambda count: count * self.host_bytes, device_bytes)
+    def fit(self, requests: int, host_bytes: int, device_bytes: int, most_tokens: int | None) -> bool:
+        """Whether a server with these bytes for its pools has tokens and rows for so many.
 
-    def requests(self, host_bytes: int, device_bytes: int) -> int:
-        """Requests that a server with these bytes and that ``--max-running-requests`` has tokens and rows for."""
-        return self._most(lambda count: host_bytes, device_bytes)
-
-    def _most(self, host_bytes_for, device_bytes: int) -> int:
-        counts = range(MOST_REQUESTS, 0, -1)
-        return next((count for count in counts if self._fit(count, host_bytes_for(count), device_bytes)), 0)
-
-    def _fit(self, count: int, host_bytes: int, device_bytes: int) -> bool:
-        tokens = self.sizing.tokens(host_bytes, device_bytes, count)
+        Args:
+            most_tokens: ``--max-total-tokens``.
+        """
+        tokens = self.sizing.tokens(host_bytes, device_bytes, requests)
+        tokens = tokens if most_tokens is None else min(tokens, most_tokens)
         try:
-            return tokens >= count * self.tokens and self.sizing.rows(device_bytes, tokens) >= count
+            return tokens >= requests * self.tokens and self.sizing.rows(device_bytes, tokens) >= requests
         except Refusal:
             return False
-
-    def _without(self, **layers: int) -> Sizing:
-        return replace(self.sizing, shape=replace(self.sizing.shape, **layers))

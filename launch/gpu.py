@@ -31,6 +31,10 @@ class Gpu:
         return torch.cuda.get_device_name(0)
 
     @property
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    @property
     def memory_bytes(self) -> tuple[int, int]:
         """Free, and in all."""
         return torch.cuda.mem_get_info(0)

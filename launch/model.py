@@ -1,185 +1,268 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model: what config.json tells about a model, without its weights, its code or the network."""
+"""Model: a checkpoint as the server sees it: SGLang's own ModelConfig, its rules, and its shapes."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
+import signal
+import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from sglang_freekv.config import FreeKVConfig, Refusal
-from sglang_freekv.digests import digests_of
+from sglang_freekv.architectures import TESTED_ARCHITECTURES
+from sglang_freekv.config import BACKEND_NAME, FreeKVConfig, Refusal
+from sglang_freekv.launch import weights
+from sglang_freekv.launch.checkpoint import MOST_LAYERS, Checkpoint
+from sglang_freekv.launch.quantization import quantization_of
+from sglang_freekv.launch.weights import Weights
 from sglang_freekv.memory_pool.sizing import KVShape
 
-KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
-WINDOWS = ("sliding_window_size", "sliding_window", "window_size")
-EXPECTED = {  # keys that are looked at when they are there
-    **dict.fromkeys(("text_config", "llm_config", "rope_scaling", "rope_parameters", "quantization_config"), (dict, "an object")),
-    **dict.fromkeys(("layer_types",), (list, "a list")),
-    **dict.fromkeys(
-        (
-            "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
-            "head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim", "attention_chunk_size", "num_experts", "num_local_experts",
-            "n_routed_experts", "n_shared_experts", "max_position_embeddings", "max_sequence_length", "seq_length", "max_seq_len",
-            "model_max_length", *KV_HEADS, *WINDOWS,
-        ),
-        (int, "a whole number"),
-    ),
-}  # fmt: skip
-DTYPES = {
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16, "float32": torch.float32, "float": torch.float32,
-}  # fmt: skip
+CHUNK_TOKENS = 8192  # of prefill, SGLang's default on most GPUs
+DEADLINE_S = 20  # of building what a config describes; the largest published models take one
+MOST_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its config.
+    """A model that SGLang has read the config of.
 
     Args:
-        path: the file.
-        config: its content.
-        dtype: what it runs in.
+        checkpoint: its files.
+        config: SGLang's ModelConfig.
+        server: stock SGLang's flags; None where nothing was typed.
     """
 
-    path: Path
-    config: dict
-    dtype: torch.dtype
+    checkpoint: Checkpoint
+    config: Any
+    server: argparse.Namespace
 
     @classmethod
-    def load(cls, path: Path, dtype: str = "auto") -> Model:
-        """Read ``path``, a config.json or a directory with one.
-
-        Raises:
-            Refusal: there is no such file, it is no config of a model, or ``dtype`` is none of ``DTYPES``.
-        """
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise Refusal(
-                f"--model-path {path}: expected a directory with config.json, or a config.json, found {_reason(error)}; give a model on "
-                "this machine, downloaded before"
-            ) from None
-        if not isinstance(config, dict) or not isinstance(config.get("architectures"), list) or not config["architectures"]:
-            raise Refusal(f"{file}: expected architectures, a list of names, found none; give the config.json of a Hugging Face model")
-        model = cls(file, config, _dtype(config, dtype))
-        for part in (config, model.text):
-            for key in part.keys() & EXPECTED.keys():
-                kind, words = EXPECTED[key]
-                if part[key] is not None and (not isinstance(part[key], kind) or isinstance(part[key], bool)):
-                    found = json.dumps(part[key])[:80]
-                    raise Refusal(f"{file}: expected {key} to be {words}, found {found}; give the model's own config.json")
+    def load(cls, checkpoint: Checkpoint, server: argparse.Namespace | None = None) -> Model:
+        """Raises Refusal for a config that transformers or SGLang does not take. No code of the checkpoint is run."""
+        server = server or argparse.Namespace()
+        flags = {name: value for name in ("dtype", "quantization") if (value := getattr(server, name, None)) is not None}
+        overrides = getattr(server, "json_model_override_args", None) or "{}"
+        _expect_transformers_takes(checkpoint)
+        with _quiet():
+            from sglang.srt.configs.model_config import ModelConfig
+        with _strange(checkpoint.file), _copied(checkpoint) as directory:
+            config = ModelConfig(str(directory), trust_remote_code=False, model_override_args=overrides, **flags)
+            description = config._parse_quant_hf_config()
+        config._parse_quant_hf_config = lambda: description  # the copy that it was read from is gone
+        model = cls(checkpoint, config, server)
+        model._expect_numbers()
+        if (asked := getattr(server, "context_length", None)) is not None:
+            if asked > config.context_len:
+                raise Refusal(
+                    f"--context-length {asked}: expected at most the model's {config.context_len}; use --context-length "
+                    f"{config.context_len}, or where the model was made for it, --json-model-override-args with its rope_scaling"
+                )
+            config.context_len = asked
         return model
 
     @property
     def name(self) -> str:
-        return str(self.config["architectures"][0])
+        return self.config.hf_config.architectures[0]
 
     @property
-    def text(self) -> dict:
-        """The part that tells about the language model."""
-        return next((self.config[key] for key in ("text_config", "llm_config") if isinstance(self.config.get(key), dict)), self.config)
+    def is_tested(self) -> bool:
+        return self.name in TESTED_ARCHITECTURES
 
     @property
-    def max_context(self) -> int:
-        """Tokens of context by SGLang's own reading."""
-        with quiet():
-            from sglang.srt.configs.model_config import get_context_length
-        try:
-            return get_context_length(SimpleNamespace(**self.text))
-        except (TypeError, ValueError):
-            found = json.dumps(self.text.get("rope_scaling"))[:80]
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype
+
+    @property
+    def text(self) -> Any:
+        """The part of the config that tells about the language model."""
+        return self.config.hf_text_config
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the longest request."""
+        return self.config.context_len
+
+    def expect_useful(self, config: FreeKVConfig, ranks: int) -> None:
+        """Raises Refusal for flags that do not go together with the model."""
+        if self.context_len < config.budget_tokens:
             raise Refusal(
-                f"{self.path}: expected rope_scaling with a number as factor, found {found}; give the model's own config.json"
-            ) from None
+                f"--context-length {self.context_len}: expected at least --freekv-budget {config.budget_tokens}, or there is nothing to "
+                f"retrieve; use --context-length {config.budget_tokens} or more, or a lower --freekv-budget"
+            )
+        if not self.fits_ranks(ranks):
+            heads = f"{self.config.num_attention_heads} query heads and {self.config.get_total_num_kv_heads()} kv heads"
+            fitting = max(fewer for fewer in range(1, ranks + 1) if self.fits_ranks(fewer))
+            raise Refusal(f"--tp-size {ranks}: expected a number that divides {heads}; use --tp-size {fitting}")
 
-    @property
-    def num_layers(self) -> int:
-        return self._count("num_hidden_layers")
-
-    @property
-    def query_heads(self) -> int:
-        return self._count("num_attention_heads")
-
-    @property
-    def kv_heads(self) -> int:
-        return next((self._count(key) for key in KV_HEADS if self.text.get(key) is not None), self.query_heads)
-
-    @property
-    def head_dim(self) -> int:
-        return self._count("head_dim") if self.text.get("head_dim") else max(1, self._count("hidden_size") // self.query_heads)
-
-    def kv_shape(self, config: FreeKVConfig) -> KVShape:
-        """The KV of one rank that has the whole model.
+    def refuse_settings(self, config: FreeKVConfig, device: str) -> None:
+        """Ask the server's own rules about flags that go together, or depend on the model.
 
         Raises:
-            Refusal: a key is missing, or is no number above 0.
+            Refusal: as the server refuses them.
         """
-        digest_shape = digests_of(config).shape(self.head_dim, self.dtype.itemsize)
-        return KVShape(
-            retrieval_layers=self.num_layers - len(config.dense_layers),
-            dense_layers=len(config.dense_layers),
-            kv_heads=self.kv_heads,
-            query_heads=self.query_heads,
-            head_dim=self.head_dim,
-            digest_elements=int(torch.Size(digest_shape).numel()),
-            element_bytes=self.dtype.itemsize,
-        )
+        from sglang_freekv.scheduler_patch import refusals
+
+        defaults = {flag.name: flag.allowed[0] for flag in refusals.FLAGS} | dict.fromkeys(refusals.COUNTS)
+        defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=CHUNK_TOKENS, grammar_backend=None)
+        defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None)
+        typed = {name: value for name, value in vars(self.server).items() if value is not None}
+        asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size))
+        asked.get_model_config = lambda: self.config
+        asked.get_attention_backends = lambda: (BACKEND_NAME,)
+        refusals.refuse_flags(asked)
+        refusals.refuse_resolved(asked, config)
+
+    def refusal(self, config: FreeKVConfig) -> Refusal | None:
+        """What the server's own rules say against the model."""
+        with _quiet():
+            from sglang_freekv.scheduler_patch import refusals
+        with _strange(self.checkpoint.file):  # they ask SGLang about values of any type
+            try:
+                refusals.refuse_model(self.config, config.method)
+            except Refusal as refusal:
+                return refusal
+        return None
+
+    def kv_shape(self, config: FreeKVConfig, ranks: int = 1) -> KVShape:
+        """The KV of one of ``ranks`` ranks."""
+        from sglang_freekv.scheduler_patch.model_kv import kv_shape
+
+        return kv_shape(self.config, config, self.config.num_attention_layers, ranks)
+
+    @cached_property
+    def weights(self) -> Weights | None:
+        """None where neither the files nor transformers tell.
+
+        Raises:
+            Refusal: a file of the weights is broken.
+        """
+        description, method = self.config._parse_quant_hf_config(), self.config.quantization
+        element_bytes = self.dtype.itemsize
+        online = method is not None and description is None
+        if not online:
+            stored = self.checkpoint.tensors()
+            if stored is not None:
+                return weights.from_files(stored, None if method else element_bytes)
+            if (total := self.checkpoint.total_size()) is not None:
+                return Weights(total, 0, None, "by the index of its files")
+        try:
+            quantization = quantization_of(method, description)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+        try:
+            with _strange(self.checkpoint.file):
+                parts = weights.parts_of(self.config.hf_config)
+        except Refusal:
+            return None
+        return None if parts is None else weights.from_parts(parts, element_bytes, quantization)
 
     @property
-    def parameters(self) -> int:
-        """Estimated: embeddings, projections, gated MLPs or experts; no biases, and nothing but the language model."""
-        text, hidden = self.text, self._count("hidden_size")
-        attention = 2 * hidden * self.head_dim * (self.query_heads + self.kv_heads)
-        experts = next((self._count(key) for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0)
-        if experts:
-            width = self._count("moe_intermediate_size" if text.get("moe_intermediate_size") else "intermediate_size")
-            mlp = 3 * hidden * width * (experts + (text.get("n_shared_experts") or 0)) + hidden * experts
-        else:
-            mlp = 3 * hidden * self._count("intermediate_size")
-        embeddings = self._count("vocab_size") * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
-        return embeddings + self.num_layers * (attention + mlp + 2 * hidden) + hidden
+    def weight_bytes(self) -> int | None:
+        return self.weights and self.weights.num_bytes
 
-    @property
-    def weight_bytes(self) -> int:
-        """Estimated from :attr:`parameters`; a quantised model by its bits, or in full where they are not told."""
-        quantization = self.config.get("quantization_config") or {}
-        bits = quantization.get("bits") if isinstance(quantization.get("bits"), int) else None
-        bits = bits or (8 if "fp8" in str(quantization).lower() else self.dtype.itemsize * 8)
-        return self.parameters * bits // 8
+    def repeated_kv_bytes(self, ranks: int) -> float:
+        """Of key and value projections, what one rank has beyond its share: kv heads are repeated where there are more ranks."""
+        heads = self.config.get_num_kv_heads(ranks) - self.config.get_total_num_kv_heads() / ranks
+        return 2 * heads * self.config.head_dim * self.config.hidden_size * self.config.num_attention_layers * self.dtype.itemsize
 
-    def _count(self, key: str) -> int:
-        value = self.text.get(key)
-        if value is None or value < 1:
-            found = "none" if value is None else json.dumps(value)
-            raise Refusal(f"{self.path}: expected {key}, a whole number above 0, found {found}; give the config.json of a decoder model")
-        return value
+    def fits_ranks(self, ranks: int) -> bool:
+        """Whether SGLang divides the heads among so many."""
+        kv_heads = self.config.get_total_num_kv_heads()
+        return self.config.num_attention_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
+    def _expect_numbers(self) -> None:
+        """Raises Refusal unless what the sizes are made of are numbers that a model has."""
+        config = self.config
+        if not isinstance(config.dtype, torch.dtype) or not config.dtype.is_floating_point:
+            raise Refusal(
+                f"{self.checkpoint.file}: expected dtype, the name of a floating-point type, found {str(config.dtype)[:80]}; give the "
+                "model's own"
+            )
+        for name, most in (("num_attention_layers", MOST_LAYERS), ("num_attention_heads", MOST_WIDTH), ("head_dim", MOST_WIDTH),
+                           ("hidden_size", MOST_WIDTH), ("vocab_size", MOST_WIDTH * 64), ("context_len", 1 << 40)):  # fmt: skip
+            self._expect_number(name, getattr(config, name), most)
+        with _strange(self.checkpoint.file):
+            kv_heads = config.get_total_num_kv_heads()
+        self._expect_number("num_key_value_heads", kv_heads, MOST_WIDTH)
 
-def _dtype(config: dict, asked: str) -> torch.dtype:
-    """What SGLang runs the model in: as it does, float32 becomes a half type unless it is asked for."""
-    if asked != "auto":
-        if asked.lower() not in DTYPES:
-            raise Refusal(f"--dtype {asked}: expected auto or one of {', '.join(DTYPES)}; use --dtype auto")
-        return DTYPES[asked.lower()]
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    named = next((each[key] for each in (text, config) for key in ("dtype", "torch_dtype") if each.get(key)), "float32")
-    stored = DTYPES.get(str(named).removeprefix("torch."), torch.float32)
-    if stored != torch.float32:
-        return stored
-    return torch.bfloat16 if str(config.get("model_type")).startswith("gemma") else torch.float16
+    def _expect_number(self, name: str, value: Any, most: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise Refusal(
+                f"{self.checkpoint.file}: expected {name}, a whole number of 1 to {most}, found {str(value)[:80]}; give the model's own"
+            )
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"broken JSON ({error})"
-    return "no text" if isinstance(error, UnicodeDecodeError) else error.strerror or type(error).__name__
+def _expect_transformers_takes(checkpoint: Checkpoint) -> None:
+    """Raises Refusal for what transformers does not take of a type that it knows; it is imported much faster than SGLang."""
+    with _quiet():
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    if checkpoint.config.get("model_type") in CONFIG_MAPPING_NAMES:
+        with _strange(checkpoint.file):
+            AutoConfig.for_model(**json.loads(json.dumps(checkpoint.config)))
 
 
-def quiet() -> warnings.catch_warnings:
-    """While SGLang is imported: it warns about every kernel that it does without on a CPU."""
-    return warnings.catch_warnings(action="ignore")
+@contextmanager
+def _copied(checkpoint: Checkpoint) -> Iterator[Path]:
+    """A directory of the same name with nothing but what was read of the checkpoint: SGLang opens whatever it finds in one."""
+    with tempfile.TemporaryDirectory() as parent:
+        directory = Path(parent) / (checkpoint.directory.name or "model")
+        directory.mkdir()
+        for name, content in (("config.json", checkpoint.config), *checkpoint.quantization_files()):
+            (directory / name).write_text(json.dumps(content))
+        yield directory
+
+
+class _TookTooLong(Exception):
+    pass
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings and logs of others."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(level)
+
+
+@contextmanager
+def _strange(file: Path) -> Iterator[None]:
+    """For code of others over a stranger's config: any error of theirs is a Refusal, and so is to take long."""
+
+    def stop(*_) -> None:
+        raise _TookTooLong(f"it took longer than {DEADLINE_S} s")
+
+    timed = threading.current_thread() is threading.main_thread()
+    try:
+        if timed:
+            before = signal.signal(signal.SIGALRM, stop)
+            signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
+        with _quiet():
+            yield
+    except Refusal:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise Refusal(
+            f"{file}: expected a config that transformers and SGLang 0.5.17 take without code of its own, found "
+            f"{type(error).__name__}: {' '.join(lines[:2])[:240]}; give the model's own config.json"
+        ) from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

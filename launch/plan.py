@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: a server of one model on this machine, as far as it can be told before it starts."""
+"""Plan: a server of one model on one machine: what each rank holds of what it needs, and the command that starts it."""
 
 from __future__ import annotations
 
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import floor
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, floor
 
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig
-from sglang_freekv.launch.finding import Finding, size
-from sglang_freekv.launch.footprint import CORRECTED, MISSED, Footprint
-from sglang_freekv.launch.machine import NO_GPU, Machine
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, typed
+from sglang_freekv.launch.footprint import MOST_REQUESTS, Footprint
+from sglang_freekv.launch.hardware import Hardware
 from sglang_freekv.launch.model import Model
+from sglang_freekv.launch.question import Question
+from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
 
 STATIC_SHARE = {"cuda": 0.85, "cpu": 0.88}  # of device memory, for weights and KV: suggested on a GPU, SGLang's default on a CPU
+MOST_HOST_SHARE = 0.9  # of the machine's memory that host pools may take if they are sized by hand
 
 
 @dataclass(frozen=True)
@@ -24,143 +27,232 @@ class Plan:
     """A server with KV retrieval.
 
     Args:
-        model, machine: what it serves, and where.
-        config: settings of KV retrieval.
-        context_len: tokens of the longest request.
-        typed: further flags for the suggested command.
+        question: what was asked; its flags are the server's.
+        model, hardware: what it serves, and where.
+        ranks: of tensor parallelism.
+        context_len: tokens of each request.
+        asked: requests at once; None is as many as fit.
+        weight_share: of the checkpoint's bytes, to ask what a smaller one would change.
     """
 
+    question: Question
     model: Model
-    machine: Machine
-    config: FreeKVConfig
+    hardware: Hardware
+    ranks: int
     context_len: int
-    typed: Mapping[str, object] = field(default_factory=dict)
+    asked: int | None
+    weight_share: float = 1.0
+
+    @classmethod
+    def of(cls, question: Question, model: Model, hardware: Hardware) -> Plan:
+        return cls(question, model, hardware, question.ranks, model.context_len, question.requests or question.server.max_running_requests)
 
     @property
-    def host_gib(self) -> float:
-        """The host pool, as ``--freekv-host-memory`` of the suggested command: the server's default share, or on a CPU half of what the
-        weights leave, if that is less."""
-        gib = self.machine.host_pool_bytes / GIB
-        if not self.machine.gpu.present:
-            gib = max(0, min(gib, (self.machine.available_bytes - self.model.weight_bytes) / 2 / GIB))
+    def config(self) -> FreeKVConfig:
+        return self.question.config
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        return Footprint(Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len))
+
+    # ---- what there is
+
+    @cached_property
+    def all_weight_bytes(self) -> int | None:
+        """Of the checkpoint; None if nobody knows."""
+        return self.question.weight_bytes if self.question.weight_bytes is not None else self.model.weight_bytes
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Of one rank."""
+        if self.all_weight_bytes is None:
+            return None
+        repeated = self.model.repeated_kv_bytes(self.ranks)
+        if self.question.weight_bytes is not None:
+            whole = self.question.weight_bytes / self.ranks + repeated
+        else:
+            whole = self.model.weights.rank_bytes(self.ranks, repeated)
+        return int(whole * self.weight_share)
+
+    @property
+    def static_share(self) -> float:
+        return self.question.server.mem_fraction_static or STATIC_SHARE[self.hardware.device]
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What weights leave of one rank's device for its pools, or on a CPU of the memory that stands in for it."""
+        if self.weight_bytes is None:
+            return None
+        if self.hardware.device == "cuda":
+            return None if self.hardware.gpu_bytes is None else int(self.hardware.gpu_bytes * self.static_share) - self.weight_bytes
+        available = self.hardware.host_bytes
+        if available is None:
+            return None
+        left = min(int(available * self.static_share), available - self._cut(self.host_gib)) - self.weight_bytes
+        return min(left, host_memory.default_host_pool_bytes(available, 1, "cpu"))
+
+    @cached_property
+    def host_gib(self) -> float | None:
+        """The host pool of one rank, as ``--freekv-host-memory``: what was given, else the server's share, or more if that is needed.
+
+        On a CPU it is half of what weights leave, if that is less. None if nobody knows the host's memory.
+        """
+        available = self.hardware.host_bytes
+        if self.config.host_memory_gib is not None:
+            return self.config.host_memory_gib
+        if available is None:
+            return None
+        gib = host_memory.default_host_pool_bytes(available, self.ranks, self.hardware.device) / GIB
+        if self.hardware.device == "cpu":
+            gib = max(0, min(gib, (available - (self.weight_bytes or 0)) / 2 / GIB))
+        elif gib * GIB < self.needed_host_bytes <= available * MOST_HOST_SHARE / self.ranks:
+            return ceil(self.needed_host_bytes / GIB * 10) / 10
         steps = 10 if gib >= 1 else 1000
         return floor(gib * steps + 1e-6) / steps  # the share itself is cut to whole bytes
 
     @property
-    def host_bytes(self) -> int:
-        return int(self.host_gib * GIB)
+    def host_bytes(self) -> int | None:
+        return None if self.host_gib is None else self._cut(self.host_gib)
 
     @property
-    def device_bytes(self) -> int:
-        """What weights leave of the device, or on a CPU of the memory that stands in for it."""
-        machine, weights = self.machine, self.model.weight_bytes
-        if machine.gpu.present:
-            return max(0, int(machine.gpu.memory_bytes[0] * STATIC_SHARE["cuda"]) - weights)
-        available = machine.available_bytes
-        left = min(int(available * STATIC_SHARE["cpu"]), available - self.host_bytes) - weights
-        return max(0, min(left, machine.host_pool_bytes))
+    def most_tokens(self) -> int | None:
+        return self.question.server.max_total_tokens
 
-    def footprint(self, context_len: int) -> Footprint:
-        return Footprint(Sizing(self.config, self.model.kv_shape(self.config), context_len))
+    # ---- what is needed
 
-    def requests(self, context_len: int) -> int:
-        return self.footprint(context_len).requests(self.host_bytes, self.device_bytes)
+    @property
+    def needed_host_bytes(self) -> int:
+        """Of one rank, for the requests that were asked for, one at least."""
+        return (self.asked or 1) * self.footprint.host_bytes
 
-    def longest_context(self) -> int:
-        """The longest context, in whole pages, of which one request fits; 0 if none of the budget's length does."""
-        pages = range(self.config.budget_tokens // self.config.page_size, self.context_len // self.config.page_size + 1)
-        fitting = bisect_right(pages, 0, key=lambda count: self.requests(count * self.config.page_size) == 0)
-        return pages[fitting - 1] * self.config.page_size if fitting else 0
+    @property
+    def needed_device_bytes(self) -> int:
+        return ceil(self.footprint.device_bytes(self.asked or 1))
 
-    def findings(self, link: float | None, origin: str) -> Iterator[Finding]:
-        """What it costs and how to start it.
+    @cached_property
+    def requests(self) -> int:
+        """As many as were asked for, or as fit; 0 if not one does. Memory that nobody knows is taken for enough, of one request."""
+        if self.asked is not None or None in (self.host_bytes, self.device_bytes):
+            return (self.asked or 1) if self._fit(self.asked or 1) else 0
+        return _most(MOST_REQUESTS, lambda count: self._fit(count))
 
-        Args:
-            link: bytes per second to the device; None if nobody knows.
-            origin: where that is from.
-        """
-        yield self._model()
-        yield Finding("context", f"{self.context_len} tokens; the model's longest is {self.model.max_context}")
-        yield self._weights()
-        yield from self._request()
-        yield from self._capacity()
-        yield from self._recall(link, origin)
-        yield self._command()
+    @property
+    def fits(self) -> bool:
+        return self.requests > 0
 
-    def _model(self) -> Finding:
-        shape, dtype = self.model.kv_shape(self.config), str(self.model.dtype).removeprefix("torch.")
-        value = (
-            f"{self.model.name}, {self.model.num_layers} layers ({shape.retrieval_layers} retrieved, {shape.dense_layers} dense), "
-            f"{shape.query_heads} query heads, {shape.kv_heads} kv heads of {shape.head_dim}, {dtype}"
-        )
-        return Finding("model", value, figures=vars(shape) | {"budget_tokens": self.config.budget_tokens})
+    @property
+    def total_tokens(self) -> int | None:
+        """``--max-total-tokens`` of the command: what was given, or what keeps digests of tokens that nobody asked for off the rows."""
+        if self.most_tokens is not None or self.requests == 0 or None in (self.host_bytes, self.device_bytes):
+            return self.most_tokens
+        needed = self.requests * self.footprint.tokens
+        return None if self.footprint.fit(self.requests, self.host_bytes, self.device_bytes, None) else needed
 
-    def _weights(self) -> Finding:
-        parameters, num_bytes = self.model.parameters, self.model.weight_bytes
-        count = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
-        value = f"{size(num_bytes)} for {count} parameters, estimated from the config"
-        return Finding("weights", value, figures={"bytes": num_bytes, "parameters": parameters})
+    def _fit(self, count: int) -> bool:
+        needed = count * self.footprint.tokens
+        most = self.most_tokens
+        running = self.question.server.max_running_requests
+        if (most is not None and needed > most) or (running is not None and count > running):
+            return False
+        if not self.pools_fit_the_host or self.hardware.gpus < self.ranks * self._on_gpu:
+            return False
+        host, device = (known if known is not None else 1 << 62 for known in (self.host_bytes, self.device_bytes))
+        return device > 0 and any(self.footprint.fit(count, host, device, limit) for limit in {most, most or needed})
 
-    def _request(self) -> Iterator[Finding]:
-        cost = self.footprint(self.context_len)
-        of = f"for one request of {self.context_len} tokens"
-        for name, num_bytes, what in (
-            ("host pool", cost.host_bytes, f"of host memory {of}"),
-            ("digests", cost.digest_bytes, f"of device memory {of}"),
-            ("dense layers", cost.dense_bytes, f"of device memory {of}"),
-            ("device cache", cost.sizing.row_bytes, f"of device memory for one request, budget {self.config.budget_tokens} tokens"),
-            ("staging", cost.sizing.staging_bytes, "of device memory, once for all requests"),
-        ):
-            yield Finding(name, f"{size(num_bytes)} {what}", figures={"bytes": num_bytes})
+    @property
+    def _on_gpu(self) -> bool:
+        return self.hardware.device == "cuda"
 
-    def _capacity(self) -> Iterator[Finding]:
-        cost, gpu = self.footprint(self.context_len), self.machine.gpu
-        host, device = cost.host_requests(self.host_bytes), cost.device_requests(self.device_bytes)
-        both = self.requests(self.context_len)
-        longest = self.context_len if both else self.longest_context()
-        shorter = f"`--context-length {longest}`" if longest else f"a smaller model, a budget below {self.config.budget_tokens}"
-        remedy = f"{shorter}, or a machine with more memory"
-        default = gpu.present or self.machine.host_pool_bytes - self.host_bytes < GIB / 10
-        share = "the server's default share" if default else "half of what weights leave"
-        value = f"{host} of {self.context_len} tokens in {size(self.host_bytes)}, {share}"
-        yield Finding("requests in host memory", value, None if host else remedy, not host, {"requests": host, "bytes": self.host_bytes})
-        place = "estimated" if gpu.present else "estimated; without a GPU it is host memory"
-        value = f"{device} of {self.context_len} tokens in the {size(self.device_bytes)} that weights leave ({place})"
-        figures = {"requests": device, "bytes": self.device_bytes}
-        yield Finding("requests in device memory", value, None if device else remedy, not device, figures)
-        if host and device and not both:
-            yield Finding("requests in both", f"none of {self.context_len} tokens", remedy, True, {"requests": 0})
+    @property
+    def pools_fit_the_host(self) -> bool:
+        """Whether the machine has as much as the host pools of all ranks take."""
+        return None in (self.host_bytes, self.hardware.host_bytes) or self.host_bytes * self.ranks <= self.hardware.host_bytes
 
-    def _recall(self, link: float | None, origin: str) -> Iterator[Finding]:
-        recalled = self.footprint(self.context_len).recalled_bytes
-        value = (
-            f"{recalled / 1e6:.1f} MB per decoded token where {MISSED:.0%} of the selected pages are missing, {CORRECTED:.0%} of it "
-            "ahead of attention (shares measured on one reasoning model with budget 2048)"
-        )
-        yield Finding("recall", value, figures={"bytes_per_token": recalled, "corrected": CORRECTED, "missed": MISSED})
-        if link is None:
-            why = "not measured: see the link" if self.machine.gpu.present else NO_GPU
-            yield Finding("decode rate", why, "give the rate of its link with --link-gb-per-s")
-            return
-        rate = link / recalled
-        value = f"the link ({link / 1e9:.1f} GB/s, {origin}) sustains {rate:.0f} tokens/s over all requests"
-        yield Finding("decode rate", value, figures={"tokens_per_s": rate, "link_bytes_per_s": link})
+    # ---- what would fit instead
 
-    def _command(self) -> Finding:
-        context = self.context_len if self.requests(self.context_len) else self.longest_context()
-        if not context:
-            return Finding("command", "none: not one request fits", "see above", stops=True)
-        path = self.model.path.parent if self.model.path.name == "config.json" else self.model.path
+    def with_fewer_requests(self) -> Plan | None:
+        """The same with as many requests as fit."""
+        fitting = _most((self.asked or 1) - 1, lambda count: self._fit(count))
+        return replace(self, asked=fitting) if fitting else None
+
+    def with_shorter_context(self) -> Plan | None:
+        """The same with the longest context, in whole pages, that fits."""
+        page = self.config.page_size
+        least = self.config.budget_tokens // page - 1  # of no more than the budget nothing is retrieved
+        most = (self.context_len - 1) // page - least
+        fitting = _most(most, lambda count: replace(self, context_len=(least + count) * page).fits) if most > 0 else 0
+        return replace(self, context_len=(least + fitting) * page) if fitting else None
+
+    def with_more_ranks(self) -> Plan | None:
+        """The same on the fewest GPUs of the kind that do, on one machine with as much host memory."""
+        for ranks in (self.ranks << shift for shift in range(1, 5)):
+            if self.model.fits_ranks(ranks) and self._on_gpu:
+                plan = replace(self, ranks=ranks, hardware=replace(self.hardware, gpus=max(ranks, self.hardware.gpus)))
+                if plan.fits:
+                    return plan
+        return None
+
+    def with_another_pool(self) -> Plan | None:
+        """The same with a host pool of the size that is needed, if one was given by hand."""
+        if self.config.host_memory_gib is None:
+            return None
+        gib = ceil(self.needed_host_bytes / GIB * 10) / 10
+        plan = self._with_pool(gib)
+        return plan if plan.fits else None
+
+    def _with_pool(self, gib: float | None) -> Plan:
+        return replace(self, question=replace(self.question, config=replace(self.config, host_memory_gib=gib)))
+
+    def with_more_host_memory(self) -> Plan | None:
+        """The same on a machine with as much as the requests need, if that is all that is short."""
+        if self.hardware.host_bytes is None:
+            return None
+        needed = ceil(self.needed_host_bytes * self.ranks / MOST_HOST_SHARE / GIB + 1) * GIB
+        plan = replace(self._with_pool(None), hardware=replace(self.hardware, host_bytes=max(needed, self.hardware.host_bytes)))
+        return plan if plan.fits else None
+
+    def with_smaller_weights(self) -> Plan | None:
+        """The same with a checkpoint in 8 bits, or in about 4.5, if this one has 16 or more."""
+        if self.model.config.quantization is None and self._on_gpu:
+            for share in (8 / 16, 4.5 / 16):
+                if (plan := replace(self, weight_share=share)).fits:
+                    return plan
+        return None
+
+    # ---- how it starts
+
+    def command(self) -> list[str] | None:
+        """Words of the command line; None if it does not fit."""
+        if not self.fits:
+            return None
         flags = {
-            "--model-path": path,
-            "--kv-retrieval": self.config.method,
-            "--freekv-budget": self.config.budget_tokens,
-            "--freekv-host-memory": f"{self.host_gib:g}",
-            "--context-length": context,
-            "--max-running-requests": self.requests(context),
+            "model_path": self.model.checkpoint.name,
+            "kv_retrieval": self.config.method,
+            "freekv_budget": self.config.budget_tokens,
+            "freekv_host_memory": None if self.host_gib is None else f"{self.host_gib:g}",
+            "tp_size": self.ranks if self.ranks > 1 else None,
+            "context_length": self.context_len,
+            "max_running_requests": self.requests if self.device_bytes is not None or self.asked else None,
+            "max_total_tokens": self.total_tokens,
+            "page_size": self.config.page_size if self.config.page_size != DEFAULT_PAGE_SIZE else None,
         }
-        flags |= {"--page-size": self.config.page_size} if self.config.page_size != DEFAULT_PAGE_SIZE else {}
-        flags |= self.typed
-        flags |= {"--mem-fraction-static": STATIC_SHARE["cuda"]} if self.machine.gpu.present else {"--device": "cpu"}
-        words = [str(word) for flag in flags.items() for word in flag]
-        return Finding("command", shlex.join(["python", "-m", "sglang.launch_server", *words]), figures={"flags": words})
+        typed_words = {name: value for name, value in self.question.typed.items() if name not in flags}
+        last = {"mem_fraction_static": self.static_share} if self._on_gpu else {"device": "cpu"}
+        words = ["python", "-m", "sglang.launch_server"]
+        for name, value in (flags | typed_words | last).items():
+            if value is not None:
+                words += [typed(name), *(map(str, value) if isinstance(value, list) else (str(value),))]
+        return words
+
+    def command_line(self) -> str | None:
+        words = self.command()
+        return words and shlex.join(words)
+
+    @staticmethod
+    def _cut(gib: float | None) -> int:
+        return int((gib or 0) * GIB)
+
+
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``most`` that fits, where all below one that does do too; 0 if none does."""
+    return bisect_right(range(1, max(0, most) + 1), False, key=lambda count: not fits(count))

@@ -32,6 +32,7 @@ if not torch.cuda.is_available():  # what is declared now runs under Triton's in
             import_module(name)
         import_module("triton.experimental.gluon.language")  # the interpreter does so at its first launch
 
+from made_up import ask, make_machine  # noqa: E402, F401, fixtures
 from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too
 
 settings.register_profile("the same in every run", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))

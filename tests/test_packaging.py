@@ -103,7 +103,9 @@ def test_wheel_holds_the_sources_and_their_data_and_nothing_else(wheel):
 def test_wheel_names_the_plugin_its_version_and_its_license(wheel):
     archive = zipfile.ZipFile(wheel)
     [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
-    assert "[sglang.srt.plugins]\nfreekv = sglang_freekv.plugin:register" in archive.read(f"{info}/entry_points.txt").decode()
+    entries = archive.read(f"{info}/entry_points.txt").decode()
+    assert "[sglang.srt.plugins]\nfreekv = sglang_freekv.plugin:register" in entries
+    assert "[console_scripts]\nfreekv-doctor = sglang_freekv.launch.doctor:main" in entries
     metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
     version = output("-c", "import sglang_freekv; print(sglang_freekv.__version__)", cwd=ROOT)
     assert (metadata["Name"], metadata["Version"], metadata["License-Expression"]) == ("sglang-freekv", version, "Apache-2.0")
@@ -114,6 +116,11 @@ def test_installed_wheel_imports_outside_the_checkout(site, tmp_path):
     modules = [f"{package}.config" if package == "sglang_freekv" else package for package in DIRECTORIES]
     code = f"import {', '.join(modules)}; print(sglang_freekv.kernels.__file__)"
     assert Path(output("-c", code, cwd=tmp_path, path=[site])).parent == site / "sglang_freekv" / "kernels"
+
+
+def test_installed_doctor_answers_outside_the_checkout(site, tmp_path):
+    script = site / "bin" / "freekv-doctor"
+    assert output("-c", f"exec(open({str(script)!r}).read())", "--help", cwd=tmp_path, path=[site]).startswith("usage: freekv-doctor")
 
 
 def test_editable_install_imports_the_checkout_from_anywhere(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 
 from setups import Setup
 from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.model import Model
 from sglang_freekv.memory_pool.sizing import Sizing
 
@@ -30,7 +34,12 @@ class System:
 
 
 def model_of(setup: Setup) -> Model:
-    return Model.load(setup.config_path, "bfloat16" if setup.device == "cuda" else "float32")
+    return _load(setup.config_path, "bfloat16" if setup.device == "cuda" else "float32")
+
+
+@cache
+def _load(config: Path, dtype: str) -> Model:
+    return Model.load(Checkpoint.find(str(config)), Namespace(dtype=dtype))
 
 
 def sizing_of(setup: Setup) -> Sizing:
@@ -96,8 +105,8 @@ def bytes_of(setup: Setup, system: str, context: int, batch: int, missed: float 
         missed: the share of the selected pages that was recalled, as the server counted.
     """
     model, sizing = model_of(setup), sizing_of(setup)
-    tied = model.text.get("tie_word_embeddings", True)
-    looked_up = 0 if tied else model.text["vocab_size"] * model.text["hidden_size"] * model.dtype.itemsize
+    tied, config = model.text.tie_word_embeddings, model.config
+    looked_up = 0 if tied else config.vocab_size * config.hidden_size * model.dtype.itemsize
     weights = model.weight_bytes - looked_up
     if system.startswith("stock"):
         return {"hbm_bytes": weights + batch * context * token_bytes(sizing), "link_bytes": 0}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Obstacles: what keeps a plan from being served, each with changes that were tried and fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, floor
+
+from sglang_freekv.config import GIB
+from sglang_freekv.launch.finding import Finding, size
+from sglang_freekv.launch.plan import MOST_HOST_SHARE, Plan
+
+
+def obstacles_of(plan: Plan) -> list[Finding]:
+    """None where the plan fits, as far as it is known."""
+    if plan.fits:
+        return []
+    found = list(_obstacles(plan))
+    cures = list(_cures(plan))
+    remedies = [finding.remedy for finding in found if finding.remedy]
+    remedy = "; or ".join(cures) if cures else " and ".join(remedies)
+    return [Finding(finding.name, finding.value, remedy or None, True, finding.figures) for finding in found]
+
+
+def _obstacles(plan: Plan) -> Iterator[Finding]:
+    """Each with what it takes to cure that one alone."""
+    hardware, server, ranks = plan.hardware, plan.question.server, plan.ranks
+    count = plan.asked or 1
+    work = f"{count} request{'s' * (count > 1)} of {plan.context_len} tokens"
+    if hardware.device == "cuda" and hardware.gpus < ranks:
+        yield Finding("GPUs", f"--tp-size {ranks} takes {ranks}, and there are {hardware.gpus}", f"`--gpus {ranks}`")
+    tokens = count * plan.footprint.tokens
+    if plan.most_tokens is not None and plan.most_tokens < tokens:
+        yield Finding("--max-total-tokens", f"{plan.most_tokens}, and {work} are {tokens}", f"`--max-total-tokens {tokens}`")
+    if server.max_running_requests is not None and server.max_running_requests < count:
+        value = f"{server.max_running_requests}, and {count} requests are asked for"
+        yield Finding("--max-running-requests", value, f"`--max-running-requests {count}`")
+    needed, weights, room = plan.needed_device_bytes, plan.weight_bytes, plan.device_bytes
+    if room is not None and room < needed:
+        yield _device_obstacle(plan, work, needed, weights, room)
+    if plan.host_bytes is not None and plan.host_bytes < plan.needed_host_bytes:
+        yield _host_obstacle(plan, work)
+    elif not plan.pools_fit_the_host:
+        taken, there = size(plan.host_bytes * ranks), size(hardware.host_bytes)
+        value = f"{_ranks(ranks)} with --freekv-host-memory {plan.host_gib:g} take {taken}, and {there} are there"
+        yield Finding("host memory", value, f"`--freekv-host-memory {floor(hardware.host_bytes / ranks / GIB * 10) / 10:g}`")
+
+
+def _device_obstacle(plan: Plan, work: str, needed: int, weights: int, room: int) -> Finding:
+    memory = plan.hardware.gpu_bytes if plan.hardware.device == "cuda" else plan.hardware.host_bytes
+    larger = f"{size((needed + weights) / plan.static_share)} of {'GPU' if plan.hardware.device == 'cuda' else 'host'} memory a rank"
+    share = f"the {plan.static_share:g} of {size(memory)} that --mem-fraction-static gives"
+    figures = {"needed_bytes": needed, "weight_bytes": weights, "left_bytes": max(0, room)}
+    if room <= 0:
+        return Finding(
+            "room for weights",
+            f"they take {size(weights)} a rank, and {share} is {size(memory * plan.static_share)}",
+            larger,
+            figures=figures,
+        )
+    value = f"{work} take {size(needed)} a rank, and weights leave {size(room)} of {share}"
+    return Finding("device memory", value, larger, figures=figures)
+
+
+def _host_obstacle(plan: Plan, work: str) -> Finding:
+    all_needed = plan.needed_host_bytes * plan.ranks
+    figures = {"needed_bytes": all_needed, "host_pool_bytes": plan.host_bytes * plan.ranks}
+    value = (
+        f"{work} take {size(all_needed)} of host memory, and the host pool of {_ranks(plan.ranks)} has {size(plan.host_bytes * plan.ranks)}"
+    )
+    if plan.config.host_memory_gib is not None:
+        return Finding("host memory", value, f"`--freekv-host-memory {ceil(plan.needed_host_bytes / GIB * 10) / 10:g}`", figures=figures)
+    return Finding("host memory", value, f"{size(all_needed / MOST_HOST_SHARE)} of host memory", figures=figures)
+
+
+def _cures(plan: Plan) -> Iterator[str]:
+    """Single changes with which it all fits; each was tried."""
+    if (plan.asked or 1) > 1 and (fewer := plan.with_fewer_requests()):
+        yield f"`--requests {fewer.requests}`"
+    if shorter := plan.with_shorter_context():
+        yield f"`--context-length {shorter.context_len}`"
+    if more := plan.with_more_ranks():
+        yield f"`--tp-size {more.ranks}` on {more.ranks} GPUs"
+    if pool := plan.with_another_pool():
+        yield f"`--freekv-host-memory {pool.host_gib:g}`"
+    elif host := plan.with_more_host_memory():
+        yield f"{size(host.hardware.host_bytes)} of host memory"
+    if smaller := plan.with_smaller_weights():
+        bits = "8" if smaller.weight_share == 0.5 else "4"
+        yield f"a checkpoint in {bits} bits"
+
+
+def _ranks(ranks: int) -> str:
+    return f"{ranks} ranks" if ranks > 1 else "one rank"

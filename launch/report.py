@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report: the verdict and the command, then what each tier holds, then what was seen; for a reader, and for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_freekv.config import Refusal
+from sglang_freekv.launch.finding import Finding, size
+from sglang_freekv.launch.footprint import CORRECTED, MISSED
+from sglang_freekv.launch.obstacles import obstacles_of
+from sglang_freekv.launch.plan import Plan
+
+HERE_ALONE = (
+    "pinned memory, memlock limits and installed packages of the server's machine: run the doctor there without --gpu and --host-memory"
+)
+
+
+class Tier(NamedTuple):
+    """A row of the table: bytes of one rank, or where its name says so of the machine; None where there is no such number."""
+
+    name: str
+    per_token: float | None
+    per_request: float | None
+    all_requests: float | None
+    has: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the doctor found.
+
+    Args:
+        verdict: in one sentence.
+        command: that starts the server; None where it does not fit, or none was asked about.
+        requests: that the table's fourth column is for.
+        tiers: the table.
+        findings: what was looked at; those that stop a server first.
+        unchecked: what could not be.
+    """
+
+    verdict: str
+    command: str | None = None
+    words: list[str] | None = None
+    requests: int = 0
+    tiers: tuple[Tier, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    unchecked: tuple[str, ...] = field(default_factory=tuple)
+
+    @classmethod
+    def of_machine(cls, findings: Iterable[Finding]) -> Report:
+        found = _stops_first(findings)
+        names = [finding.name for finding in found if finding.stops]
+        verdict = f"these would stop a server: {', '.join(names)}" if names else "nothing found here that would stop a server"
+        return cls(verdict, findings=found, unchecked=("a model: give --model-path",))
+
+    @classmethod
+    def of_refusal(cls, name: str, refusal: Refusal, machine: Iterable[Finding]) -> Report:
+        """Of a model, or settings for it, that the server refuses."""
+        found = _stops_first([Finding("model", f"{name} is refused", str(refusal), stops=True), *machine])
+        return cls(f"a server would refuse this: {refusal}", findings=found)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, machine: Iterable[Finding]) -> Report:
+        """Of a plan, and of what was seen of this machine if it is for this one."""
+        found = _stops_first([*obstacles_of(plan), *_facts(plan), *machine])
+        unchecked = tuple(_unchecked(plan))
+        names = [finding.name for finding in found if finding.stops]
+        count = plan.requests or plan.asked or 1
+        work = f"{count} request{'s' * (count > 1)} of {plan.context_len} tokens on {plan.hardware}"
+        work += f", --tp-size {plan.ranks}" * (plan.ranks > 1)
+        memory = [name for name, known in (("host memory", plan.host_bytes), ("device memory", plan.device_bytes)) if known is None]
+        if names:
+            verdict = f"does not fit, because of {', '.join(names)}: {work}"
+        elif memory:
+            verdict = f"fits as far as it is known, without {' and '.join(memory)}: {work}"
+        else:
+            verdict = f"fits: {work}"
+        return cls(
+            verdict,
+            None if names else plan.command_line(),
+            None if names else plan.command(),
+            count,
+            tuple(_tiers(plan, count)),
+            found,
+            unchecked,
+        )
+
+    @property
+    def stops(self) -> bool:
+        return any(finding.stops for finding in self.findings)
+
+    def lines(self) -> Iterator[str]:
+        yield f"verdict: {self.verdict}"
+        if self.tiers:
+            yield f"command: {self.command or 'none, see below'}"
+            yield ""
+            yield from self._table()
+        stopping, seen = ([finding for finding in self.findings if finding.stops is stops] for stops in (True, False))
+        for title, entries in (("what would stop it", stopping), ("what was looked at", seen), ("not checked", self.unchecked)):
+            if entries:
+                yield ""
+                yield f"{title}:"
+                yield from (f"  {entry}" for entry in entries)
+
+    def to_json(self) -> dict:
+        return {
+            "stops": self.stops,
+            "verdict": self.verdict,
+            "command": self.words,
+            "requests": self.requests,
+            "table": [tier._asdict() for tier in self.tiers],
+            "findings": [finding.to_json() for finding in self.findings],
+            "unchecked": list(self.unchecked),
+        }
+
+    def _table(self) -> Iterator[str]:
+        heads = ("tier", "per token", "per request", f"{self.requests} request{'s' * (self.requests > 1)}", "has")
+        rows = [heads, *((tier.name, *(_cell(value) for value in tier[1:])) for tier in self.tiers)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+        for row in rows:
+            yield "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else size(value)
+
+
+def _stops_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: not finding.stops))
+
+
+def _tiers(plan: Plan, count: int) -> Iterator[Tier]:
+    cost, ranks, config = plan.footprint, plan.ranks, plan.config
+    sizing, tokens = cost.sizing, cost.tokens
+    weights = plan.weight_bytes
+    device = cost.device_bytes(count) + (weights or 0)
+    memory = plan.hardware.gpu_bytes if plan.hardware.device == "cuda" else None
+    static = memory and memory * plan.static_share
+    each = "" if ranks == 1 else " a rank"
+    yield Tier(f"host pool{each}", sizing.host_bytes_per_token, cost.host_bytes, count * cost.host_bytes, plan.host_bytes)
+    yield Tier(f"weights{each}", None, None, weights, None)
+    for name, token_bytes in (("digests", cost.digest_token_bytes), ("dense layers", cost.dense_token_bytes)):
+        yield Tier(f"{name}{each}", token_bytes, token_bytes * tokens, count * token_bytes * tokens, None)
+    yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, sizing.row_bytes, (count + 1) * sizing.row_bytes, None)
+    yield Tier(f"staging of prefixes{each}", None, None, sizing.staging_bytes, None)
+    yield Tier(f"device{each}, all of these", sizing.device_bytes_per_token, cost.device_bytes(1) - cost.device_bytes(0), device, static)
+    if ranks > 1:
+        host = plan.hardware.host_bytes
+        yield Tier(
+            f"host pools, {ranks} ranks",
+            sizing.host_bytes_per_token * ranks,
+            cost.host_bytes * ranks,
+            count * cost.host_bytes * ranks,
+            host,
+        )
+        yield Tier(f"devices, {ranks} ranks", None, None, device * ranks, static and static * ranks)
+
+
+def _facts(plan: Plan) -> Iterator[Finding]:
+    model, config = plan.model, plan.config
+    shape = model.kv_shape(config)
+    dtype = str(model.dtype).removeprefix("torch.")
+    value = (
+        f"{model.name}, {shape.retrieval_layers} retrieved and {shape.dense_layers} dense layers, {shape.query_heads} query heads, "
+        f"{shape.kv_heads} kv heads of {shape.head_dim}, {dtype}, context {model.context_len}"
+    )
+    figures = vars(shape) | {"budget_tokens": config.budget_tokens, "context_tokens": model.context_len}
+    yield Finding("model", value + ("" if model.is_tested else "; not tested with FreeKV"), figures=figures)
+    yield _weights(plan)
+    yield from _recall(plan)
+
+
+def _weights(plan: Plan) -> Finding:
+    total = plan.all_weight_bytes
+    if total is None:
+        return Finding("weights", "unknown: neither its files nor its config tell", "give --weights-gib, or the files")
+    if plan.question.weight_bytes is not None:
+        return Finding("weights", f"{size(total)}, given", figures={"bytes": total})
+    weights = plan.model.weights
+    count = "" if weights.parameters is None else f" for {_billions(weights.parameters)} parameters"
+    method = f", {plan.model.config.quantization}" if plan.model.config.quantization else ""
+    return Finding("weights", f"{size(total)}{count}{method}, {weights.origin}", figures={"bytes": total, "parameters": weights.parameters})
+
+
+def _recall(plan: Plan) -> Iterator[Finding]:
+    recalled, link = plan.footprint.recalled_bytes, plan.hardware.link
+    each = " a rank" if plan.ranks > 1 else ""
+    value = (
+        f"{recalled / 1e6:.1f} MB per decoded token{each} where {MISSED:.0%} of the selected pages are missing, {CORRECTED:.0%} of it "
+        "ahead of attention (shares measured on one reasoning model with budget 2048)"
+    )
+    yield Finding("recall", value, figures={"bytes_per_token": recalled, "corrected": CORRECTED, "missed": MISSED})
+    if link is not None:
+        value = f"the link ({link / 1e9:.1f} GB/s, {plan.hardware.origin}) sustains {link / recalled:.0f} tokens/s over all requests"
+        yield Finding("decode rate", value, figures={"tokens_per_s": link / recalled, "link_bytes_per_s": link})
+
+
+def _unchecked(plan: Plan) -> Iterator[str]:
+    if not plan.model.is_tested:
+        yield f"{plan.model.name}: the server's rules let it pass, and this project's tests have not run it"
+    if plan.weight_bytes is None:
+        yield "whether the weights fit: their size is not known"
+    if plan.hardware.device == "cuda" and plan.hardware.gpu_bytes is None:
+        yield "device memory: give --gpu"
+    if plan.hardware.host_bytes is None:
+        yield "host memory: give --host-memory"
+    if plan.question.describes_a_machine:
+        yield HERE_ALONE
+    if plan.hardware.link is None:
+        yield "the decode rate that the link sustains: give --link-gb-per-s"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"

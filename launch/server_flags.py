@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of SGLang's server that change sizes, as its ServerArgs declares them."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_freekv.config import Refusal, typed
+
+NAMES = (
+    "context_length",
+    "tp_size",
+    "page_size",
+    "kv_cache_dtype",
+    "dtype",
+    "quantization",
+    "json_model_override_args",
+    "mem_fraction_static",
+    "max_running_requests",
+    "max_total_tokens",
+    "chunked_prefill_size",
+    "device",
+)
+UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def count(text: str) -> int:
+    """A whole number, with a unit such as ``128Ki`` or ``25.6k`` if need be, as SGLang reads it."""
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?(Ki|Mi|Gi|Ti|k|M|G|T)", text.strip())
+    if match is None or (match[2] and match[3].endswith("i")):
+        return int(text)
+    whole, part, unit = match[1], match[2] or "", UNITS[match[3]]
+    number, rest = divmod(int(whole + part) * unit, 10 ** len(part))
+    if rest:
+        raise ValueError("a fraction of a token")
+    return number
+
+
+ALIASES = {"tp_size": ("--tp",)}  # as SGLang's own parser takes it, which completes what is cut short
+METAVARS = {name: "TOKENS" for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size")}
+METAVARS |= {"tp_size": "RANKS", "max_running_requests": "REQUESTS", "mem_fraction_static": "SHARE", "json_model_override_args": "JSON"}
+METAVARS |= {"quantization": "METHOD", "kv_cache_dtype": "TYPE", "dtype": "TYPE", "device": "DEVICE"}
+PARSERS = {"int": int, "float": float, "str": str, "human_readable_int": count}
+
+
+def add_to(group: argparse._ArgumentGroup) -> None:
+    """Declare the flags in ``group``. They are read from SGLang's source, because importing it takes seconds.
+
+    Raises:
+        Refusal: SGLang is not installed, or does not declare them as the version that this was written for.
+    """
+    declared, lists = _declarations()
+    for name in NAMES:
+        if name not in declared:
+            raise Refusal(f"{typed(name)}: SGLang's ServerArgs has no such option, expected that of 0.5.17; `pip install sglang==0.5.17`")
+        kind, facts = declared[name]
+        choices = facts.get("choices")
+        choices = lists.get(choices.id) if isinstance(choices, ast.Name) else choices and ast.literal_eval(choices)
+        parser = facts["type_parser"].id if "type_parser" in facts else kind
+        aliases = [*ALIASES.get(name, ()), *(ast.literal_eval(facts["aliases"]) if "aliases" in facts else ())]
+        group.add_argument(
+            typed(name), *aliases, dest=name, type=PARSERS[parser], choices=choices, metavar=METAVARS.get(name), help=_help(facts)
+        )
+
+
+def _declarations() -> tuple[dict[str, tuple[str, dict[str, ast.expr]]], dict[str, list]]:
+    """Of ServerArgs: name -> type and keywords of the annotation; and the lists of the module."""
+    package = find_spec("sglang")
+    if package is None:
+        raise Refusal("sglang: expected it to be installed, found none; `pip install sglang==0.5.17`")
+    module = ast.parse((Path(package.submodule_search_locations[0]) / "srt/server_args.py").read_text())
+    lists = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List) and all(isinstance(e, ast.Constant) for e in node.value.elts)
+    }
+    [server_args] = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs")
+    declared = {}
+    for node in server_args.body:
+        if isinstance(node, ast.AnnAssign) and node.target.id in NAMES:
+            kind, about, *_ = node.annotation.slice.elts
+            facts = {"help": about} if not isinstance(about, ast.Call) else {word.arg: word.value for word in about.keywords}
+            declared[node.target.id] = re.sub(r"Optional\[(\w+)\]", r"\1", ast.unparse(kind)), facts
+    return declared, lists
+
+
+def _help(facts: dict[str, ast.expr]) -> str:
+    """The first sentence of SGLang's own words."""
+    text = next(node.value for node in ast.walk(facts["help"]) if isinstance(node, ast.Constant))
+    return re.split(r"\n|\. ", text)[0].rstrip(".").replace("%", "%%") + "."
