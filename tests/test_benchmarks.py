@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -232,6 +234,35 @@ def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
     assert code_of(tmp_path, "1234567") == {"commit": "1234567", "dirty": True}
     (tmp_path / "code.py").write_text("b")
     assert code_of(tmp_path, None)["dirty"]
+
+
+def test_results_name_commits_of_the_history_or_of_the_list():
+    """A result whose code cannot be had again is told with the reason, in benchmarks/README.md, and no other is."""
+    import subprocess
+
+    def known(commit: str) -> bool:
+        return subprocess.run(["git", "-C", BENCHMARKS, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True).returncode == 0
+
+    shallow = subprocess.run(["git", "-C", BENCHMARKS, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("no whole history to look in")
+    stamps: dict[str, set[str]] = {}
+    for path in sorted((BENCHMARKS / "results").glob("*.json")):
+        written = json.loads(path.read_text())
+        used = {result["run"] for result in written["results"].values()} if "runs" in written else ()
+        for run in (written["runs"][number] for number in used):
+            stamps.setdefault(run["commit"] + ("-dirty" if run.get("dirty") else ""), set()).add(path.stem)
+    unknown: dict[str, set[str]] = {}
+    for stamp, files in stamps.items():
+        commit, _, dirty = stamp.partition("-")
+        if dirty or not known(commit):
+            unknown.setdefault(f"{commit[:7]}{'-dirty' * bool(dirty)}", set()).update(files)
+    section = (BENCHMARKS / "README.md").read_text().split("### Commits that are not in the history")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([0-9a-f]{7}(?:-dirty)?) \| (.*?) \| .*[a-z] .*\|$", section, re.MULTILINE)
+    listed = {commit: set(re.findall(r"`(.*?)`", files)) for commit, files in rows}
+    assert listed.keys() == unknown.keys()
+    for commit, files in unknown.items():
+        assert {name for pattern in listed[commit] for name in fnmatch.filter(files, pattern)} == files, commit
 
 
 def test_the_replay_emulates_the_profile_that_is_committed():

@@ -57,7 +57,7 @@ def test_a_section_has_what_was_measured(latency, tmp_path):
     assert "8.00 s at batch 4, 16.00 s at batch 8" in text and "Replayed: c 0.5; x 0.25 at 32,768 tokens." in text
     assert "| FreeKV | 1100.00 | 990.00 | 0.00 | 110.00 | 0.00 | 100.00 | 11 |" in text  # a step faster than a window alone has no selection
     assert f"| Long input {'| 1.10 (1.05) ' * 4}|" in text  # behind a window's step half of the link's 0.1 s
-    assert "At batch 16 the link is busy for up to 100.00 ms of a step, and a window's step takes 1000.00 ms" in text
+    assert "At batch 16 the link is busy for up to 100.00 ms of a step, and a window's step takes 1000.00 ms. Recall can hide" in text
     assert section.sources == [(latency.stem, "`python3 benchmarks/paper/latency.py`", "a device", None, None)] and "RazorAttention" not in text
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert len(pictures) == 6 and all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)

@@ -20,7 +20,7 @@ def takeaways(sections: list[Section]) -> list[str]:
 def _memory(facts: dict) -> Iterator[str]:
     if facts.get("decoding") and facts.get("tokens"):
         yield (
-            f"**On the same device memory, long prompts decode faster.** With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, FreeKV "
+            f"**On the same device memory, long prompts decode faster**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, FreeKV "
             f"decodes {facts['decoding']:.1f} times stock SGLang's tokens per second. With prefill counted the factor is {facts['tokens']:.1f}."
         )
 
@@ -28,7 +28,7 @@ def _memory(facts: dict) -> Iterator[str]:
 def _alone(facts: dict) -> Iterator[str]:
     if facts.get("alone"):
         told = ", ".join(f"{ratio:.2f} at {context // 1024}K" for context, ratio in sorted(facts["alone"].items()))
-        yield f"**One request alone gains only where its context is long.** Its time per token, over stock SGLang's, is {told}."
+        yield f"**One request alone gains only where its context is long**. Its time per token, over stock SGLang's, is {told}."
 
 
 def _losses(facts: dict) -> Iterator[str]:
@@ -36,7 +36,7 @@ def _losses(facts: dict) -> Iterator[str]:
     if row is not None and row.tpot[2] > 1:
         late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long." if hits else ""
         yield (
-            "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit.** With "
+            "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit**. With "
             f"{row.batch} requests of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late} "
             "The prefix is then streamed from host memory."
         )
@@ -50,7 +50,7 @@ def _load(facts: dict) -> Iterator[str]:
         if {("stock", rate), ("freekv", rate)} <= late.keys():
             tail = f" At {rate:g} a second its slowest 1% of first tokens take {late['freekv', rate] / 1e3:.2f} s, stock SGLang's {late['stock', rate] / 1e3:.2f} s."
         yield (
-            f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}.** Within "
+            f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
             f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
             f"requests per second and stock SGLang {best['stock']:.1f}.{tail}"
         )
@@ -63,7 +63,7 @@ def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
     if full is None or full.freekv_whole is None:
         return
     text = (
-        f"**Against other methods in one engine the work decides.** On long input at batch 8, full attention decodes {full.freekv:.2f} times as "
+        f"**Against other methods in one engine the work decides**. On long input at batch 8, full attention decodes {full.freekv:.2f} times as "
         f"long as FreeKV. With prefill its answers take {full.freekv_whole:.2f} times as long."
     )
     generated = [each for each in everyone if each.scenario == "long-generation" and each.freekv]

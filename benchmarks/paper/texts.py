@@ -18,7 +18,7 @@ tokens with a sink and a window of 512 each, and pages of 32 tokens. Stock SGLan
 FlashAttention 3, FP8 KV and HiCache are not in the comparison. Cards of one kind differ by some percent, and the two sides of a cell were
 not always measured on the same card. The last section names commands and commits.
 
-Random weights select at random, so the benchmarks replay a load. It has two shares, c and x:
+Random weights select at random, so the benchmarks replay the load of a real model. These words describe it, and the figures:
 
 | word | meaning |
 |---|---|

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "acc
 
 import fitting  # noqa: E402
 import grid  # noqa: E402
+import page  # noqa: E402
 import run  # noqa: E402
 import summarise  # noqa: E402
 from intervals import bootstrap  # noqa: E402
@@ -228,3 +229,18 @@ def test_a_method_that_is_too_good_fails_the_summary(tmp_path, monkeypatch, caps
     assert status == 1 and "- freekv, all tasks, 1024 tokens, budget 512: +1.000 [+1.000, +1.000]" in text
     assert "| freekv | +0.00 [+0.00, +0.00] | +1.00 [+1.00, +1.00] |" in text
     assert "FAULT" in capsys.readouterr().out
+
+
+def test_the_page_has_the_tables_of_the_results():
+    text = page.PAGE.read_text()
+    assert page.filled(text) == text, "run benchmarks/accuracy/page.py and commit docs"
+    with pytest.raises(ValueError, match="tables tau: expected each of TABLES once"):
+        page.filled(text.replace("<!-- table: tau -->", ""))
+
+
+def test_a_cell_of_the_page_is_a_mean_of_all_its_tasks_or_none(monkeypatch):
+    scores = {("freekv", length, 512, task): score for length, task, score in [(1, "a", 0.5), (1, "b", 1.0), (2, "a", 0.25)]}
+    monkeypatch.setattr(page, "results", lambda name: scores)
+    system = page.System("FreeKV", page.OWN, "freekv", 512)
+    *_, row = page.systems("file", [system], [1, 2], {"both": ("a", "b"), "first": ("a",), "none": ("c",)}).splitlines()
+    assert row == "| FreeKV | 512 | 128, 128 | 32 | 0.750 / - | 0.500 / 0.250 | - |"

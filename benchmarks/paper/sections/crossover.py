@@ -35,8 +35,9 @@ def of_crossover(path: Path, directory: Path) -> Section:
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
         told = TOLD[title].format(**held) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}", told, _table(section, rows))
-        drawn = f"{section.shape}, {title}: time per token"
-        section.picture(title.split()[0], plots.curves, drawn, "requests at once", "ms", _curves(rows), "FreeKV", doubling=True)
+        what, unit = ("time per token", "ms") if title == PRODUCTION else ("decoding together", "tokens per second")
+        drawn, lines = f"{section.shape}, {title}: {what}", _curves(rows, title)
+        section.picture(title.split()[0], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
         section.aims += _aims(section, title, rows)
         section.facts |= _facts(title, rows, held["theirs"])
     return section
@@ -88,13 +89,15 @@ def _two(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
 
 
-def _curves(rows: list[crossover.Compared]) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """TPOT by batch, of each context and system; the cold request alone is no point of it."""
+def _curves(rows: list[crossover.Compared], title: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """By batch, for each context and system: TPOT, or the rate where fewer requests fit one system than the other; the cold request
+    alone is no point of it."""
     curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: (row.context, row.batch)):
-        for who, seconds in zip(("FreeKV", "stock SGLang"), row.tpot):
-            if seconds and not row.name.endswith("-cold"):
-                curves.setdefault((who, f"{row.context // 1024}K"), []).append((row.batch, seconds * 1e3))
+        figures = [seconds and seconds * 1e3 for seconds in row.tpot[:2]] if title == PRODUCTION else row.decoding
+        for who, figure in zip(("FreeKV", "stock SGLang"), figures):
+            if figure and not row.name.endswith("-cold"):
+                curves.setdefault((who, f"{row.context // 1024}K"), []).append((row.batch, figure))
     return curves
 
 

@@ -30,8 +30,8 @@ def of_goodput(path: Path, directory: Path) -> Section:
     )
     possible = {system: _possible(section, result) for system, *_, result in rows}
     section.add(
-        "The most that the link and the device memory allow is the rate at which one of them is always busy, weights left out and no "
-        "context shared." + _cut_short(rows, best),
+        "*Most possible* is the rate at which the link or the device memory is always busy. Weights are left out, and no context is shared."
+        + _cut_short(rows, best),
         markdown(
             ("system", "best goodput", "most possible", "share"),
             [(SYSTEMS.get(system, system), found, possible[system], found / possible[system]) for system, found in best.items()],

@@ -164,8 +164,8 @@ def _above(cells: list[latency.Cell], batch: int) -> str:
     if not mine:
         return ""
     link, window = max(cell.link for cell in mine), min(cell.window for cell in mine)
-    told = "so recall cannot hide behind it" if link > window else "so recall can hide behind it, but for corrected kv heads"
-    return f"At batch {batch} the link is busy for up to {ms(link)} ms of a step, and a window's step takes {ms(window)} ms, {told}."
+    told = "Recall cannot hide behind that" if link > window else "Recall can hide behind that, but for corrected kv heads"
+    return f"At batch {batch} the link is busy for up to {ms(link)} ms of a step, and a window's step takes {ms(window)} ms. {told}."
 
 
 def _beside(answer: latency.Answer | None, limits: dict[tuple[str, int], Limits]) -> str | None:
