@@ -1,4 +1,4 @@
-"""Every script of the benchmarks and of launch/ starts by its path, as documents tell to start it, and explains itself."""
+"""Every script of benchmarks/, examples/ and launch/ starts by its path, as documents tell to start it, and explains itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [
     str(path.relative_to(ROOT))
-    for directory in ("benchmarks", "launch")
+    for directory in ("benchmarks", "examples", "launch")
     for path in sorted((ROOT / directory).rglob("*.py"))
     if 'if __name__ == "__main__":' in path.read_text()
 ]

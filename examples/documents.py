@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long documents with questions whose answers are known, and what the examples beside this file print of an answer."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+NEEDLE = Path(__file__).resolve().parents[1] / "benchmarks" / "needle"
+MODEL = str(NEEDLE / "model")
+
+sys.path.append(str(NEEDLE))
+from tasks import Document, Fact, make_document  # noqa: E402
+
+KINDS = ("magic-number", "code-word")
+
+
+def write_document(seed: int, tokens: int, questions: int) -> tuple[Document, tuple[Fact, ...]]:
+    """Prose with facts hidden in it, and as many of them as there are questions.
+
+    Args:
+        tokens: length of the document by the bundled model's tokenizer.
+        questions: facts to ask about; each has a ``question`` and an ``answer``.
+    """
+    document = make_document(np.random.default_rng(seed), tokens, tasks=[KINDS[index % 2] for index in range(questions)])
+    return document, document.facts[:questions]
+
+
+def question_about(text: str, question: str) -> dict[str, str]:
+    """One chat message: the text, then the question."""
+    return {"role": "user", "content": f"{text}\n{question}"}
+
+
+def judge(reply: str, fact: Fact) -> str:
+    """The reply with a verdict."""
+    expected = fact.answer.strip()
+    return f"{reply.strip()} ({'right' if expected in reply else f'WRONG, expected {expected}'})"
+
+
+def describe(counts: dict[str, int]) -> str:
+    """What retrieval did for one answer: ``meta_info["freekv"]``. A unit is one (page, kv head) of one layer."""
+    return (
+        f"attended to {counts['attended_pages']} of {counts['context_pages']} pages in each of {counts['decode_steps']} decode steps\n"
+        f"  recalled {counts['recalled_units']} of {counts['selected_units']} selected units from host memory, "
+        f"corrected {counts['corrections']} of {counts['correction_decisions']} kv heads"
+    )
