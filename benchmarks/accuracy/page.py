@@ -118,12 +118,23 @@ FILES = (*SERVERS, "budget-512-offline", "fair-rows-offline", "selection-offline
 
 @cache
 def results(name: str) -> dict[tuple[str, int, int | None, str], float]:
-    """Mean scores of a file, by method, length, budget and task."""
-    written = json.loads((RESULTS / f"{name}.json").read_text())["results"].values()
-    budgets = [result["budget"] and result["budget"]["total"] for result in written]
-    return {
-        (result["method"], result["length"], budget, result["task"]): float(np.mean(result["scores"])) for result, budget in zip(written, budgets)
-    }
+    """Mean scores, by method, length, budget and task.
+
+    Args:
+        name: of a file, or of several with a ``+`` between them: what the first has not is the next one's.
+
+    Raises:
+        ValueError: the files have other prompts or models.
+    """
+    found, asked = {}, {}
+    for each in name.split("+"):
+        for result in json.loads((RESULTS / f"{each}.json").read_text())["results"].values():
+            cell, prompts = (result["length"], result["task"]), (result["model"], result["digest"])
+            if asked.setdefault(cell, prompts) != prompts:
+                raise ValueError(f"{each}: model and prompts {prompts} of {cell}, expected {asked[cell]}, as in the rest of {name}")
+            budget = result["budget"] and result["budget"]["total"]
+            found.setdefault((result["method"], result["length"], budget, result["task"]), float(np.mean(result["scores"])))
+    return found
 
 
 def accuracy(name: str, method: str, budget: int | None, length: int, tasks: Sequence[str]) -> str:
@@ -172,7 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "budget-512": lambda: systems("budget-512-server", SMALL, [8192, 16384]),
     "budget-512-gqa-4": lambda: systems("budget-512-gqa-4-server", SMALL, [8192, 16384]),
     "offline": lambda: systems("budget-512-offline", OFFLINE, [8192, 16384], {what: TASKS[what] for what in list(TASKS)[:4]}),
-    "fair": lambda: systems("fair-rows-offline", FAIR, [4096], FOUR),
+    "fair": lambda: systems("fair-rows-offline+selection-offline", FAIR, [4096], FOUR),
     "choices": lambda: systems("selection-offline", CHOICES, [4096], FOUR),
     "tau": thresholds,
     "made": made,

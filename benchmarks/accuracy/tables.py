@@ -87,14 +87,15 @@ def markdown(rows: Rows, setup: Iterable[str], failures: Iterable[str], pictures
     grid = [(length, budget) for length in rows.lengths for budget in rows.budgets]
     chance = [each for each in rows.suspects if each not in rows.faults]
     alone = sorted(f"{row.label}, {row.task}, {row.length} tokens, budget {row.budget}" for row in apart(rows))
-    all_hold = f"Better than `{DENSE}` by an interval that holds for all {len(rows.comparisons)} comparisons."
+    better = f"A method is listed if it is better than `{DENSE}`"
+    all_hold = f"{better} by an interval that holds for all {len(rows.comparisons)} comparisons together."
     sections = [
         "# Accuracy",
         "\n".join(f"- {line}" for line in setup),
         listed("Harness faults", all_hold, rows.faults),
-        listed("Perhaps chance", f"Better than `{DENSE}` by a 95% interval of its own only.", chance),
-        listed("Not compared", f"`{DENSE}` did not answer the same prompts.", alone),
-        listed("Failed", "Results that are missing; the JSON says why.", failures),
+        listed("Perhaps chance", f"{better} by a 95% interval of its own only.", chance),
+        listed("Not compared", f"`{DENSE}` did not answer the prompts of these, so no difference is given.", alone),
+        listed("Failed", "These results are missing. The JSON says why.", failures),
         "## Mean over tasks",
         *(means(rows, length) for length in rows.lengths),
         "## By task",

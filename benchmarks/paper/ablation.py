@@ -126,7 +126,7 @@ def rows(results: dict, runs: list[dict]) -> list[Row]:
 def shown(report: Report) -> str:
     found = rows(report.results, report.runs)
     lines = [(*row[:3], *(each * 1e3 for each in row[3:6]), row.seconds / row.bound, row.whole) for row in found]
-    return table(("context", "batch", "system", "ms a step", "without copies", "bound", "/ bound", "/ whole"), lines)
+    return table(("context", "batch", "system", "ms a step", "without copies", "least", "/ least", "/ whole"), lines)
 
 
 def measure(shape: Shape, options, wanted, report: Report) -> None:

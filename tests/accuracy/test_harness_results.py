@@ -238,6 +238,18 @@ def test_the_page_has_the_tables_of_the_results():
         page.filled(text.replace("<!-- table: tau -->", ""))
 
 
+def test_results_of_other_prompts_do_not_share_a_table(tmp_path, monkeypatch):
+    def write(name: str, **cells: dict) -> None:
+        made = {"model": "m", "length": 1, "budget": None, "task": "t", "digest": "d", "scores": [0.5, 1.0]}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"results": {key: made | {"method": key} | cell for key, cell in cells.items()}}))
+
+    write("one", full={}), write("two", full={"scores": [0.0]}, freekv={}), write("other", freekv={"digest": "e"})
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert page.results("one+two") == {("full", 1, None, "t"): 0.75, ("freekv", 1, None, "t"): 0.75}
+    with pytest.raises(ValueError, match="other: model and prompts"):
+        page.results("one+other")
+
+
 def test_a_cell_of_the_page_is_a_mean_of_all_its_tasks_or_none(monkeypatch):
     scores = {("freekv", length, 512, task): score for length, task, score in [(1, "a", 0.5), (1, "b", 1.0), (2, "a", 0.25)]}
     monkeypatch.setattr(page, "results", lambda name: scores)
