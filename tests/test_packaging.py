@@ -1,5 +1,6 @@
 """What gets installed, and that the checkout's ``kernels/`` does not stand in the way of Hugging Face's ``kernels``."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -8,12 +9,16 @@ import tomllib
 import zipfile
 from collections.abc import Sequence
 from email import message_from_bytes
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 DIRECTORIES = {package: SETUPTOOLS["package-dir"].get(package, package) for package in SETUPTOOLS["packages"]}
 
 HUGGING_FACE = {  # stands in for the real distribution, which takes seconds to import
@@ -87,6 +92,27 @@ def test_every_source_file_names_its_license():
     sources = [file for directory in (*DIRECTORIES.values(), "examples") for file in (ROOT / directory).glob("*.py")]
     assert len(sources) > len(DIRECTORIES)
     assert not [file for file in sources if not file.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")]
+
+
+def imported(*directories: str) -> set[str]:
+    """Distributions that the files in some directories of the checkout import, wherever in them."""
+    distributions, found = packages_distributions(), set()
+    for file in (file for directory in directories for file in (ROOT / directory).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found |= {name.split(".")[0] for name in names}
+    ours = {path.stem for directory in ("benchmarks", "tests", "launch/cpu_shim") for path in (ROOT / directory).rglob("*")}
+    others = found - ours - set(sys.stdlib_module_names) - {"sglang_freekv"}
+    return {canonicalize_name(distributions.get(name, [name])[0]) for name in others}
+
+
+def test_what_is_imported_is_declared():
+    """SGLang brings it all, but may cease to."""
+    declared = {canonicalize_name(Requirement(text).name) for text in PYPROJECT["project"]["dependencies"]}
+    assert imported(*DIRECTORIES.values()) == declared
+    extras = [text for texts in PYPROJECT["project"]["optional-dependencies"].values() for text in texts]
+    assert imported("benchmarks", "tests") <= declared | {canonicalize_name(Requirement(text).name) for text in extras}
 
 
 def test_wheel_holds_the_sources_and_their_data_and_nothing_else(wheel):
