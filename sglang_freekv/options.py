@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from sglang_freekv.config import (
@@ -133,10 +134,48 @@ class Options:
 
 
 NAMES = tuple(field.name for field in fields(Options))
+SIZES = ("freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_digest")
+ADVISED_PAGE_SIZES = range(2, 1025)
 
 
 def config_from(options: Options, page_size: int) -> FreeKVConfig:
-    """FreeKVConfig of what was typed; a sink or window that was not shrinks with the budget."""
+    """FreeKVConfig of what was typed; a sink or window that was not shrinks with the budget.
+
+    Raises:
+        Refusal: as FreeKVConfig. It names ``--page-size`` if that is not the default and another one suits the other sizes.
+    """
+    _refuse_page_size(options, page_size)
+    return _config(options, page_size)
+
+
+def _refuse_page_size(options: Options, page_size: int) -> None:
+    """Raises the Refusal of a page size that the sizes beside it exclude, with the nearest that they allow."""
+    sizes = Options(options.kv_retrieval, **{name: getattr(options, name) for name in SIZES})
+    reason = _reason_against(sizes, page_size)
+    if reason is None or page_size < 1 or page_size == DEFAULT_PAGE_SIZE:
+        return
+    budget = whole_tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
+    for size in sorted(_divisors(budget), key=lambda size: abs(size - page_size)):
+        if _reason_against(sizes, size) is None:
+            raise Refusal(f"--page-size {page_size}: expected one that suits the other sizes ({reason}); use --page-size {size}")
+
+
+def _reason_against(options: Options, page_size: int) -> str | None:
+    """What a page size is refused for, without the advice; None if it is not."""
+    try:
+        _config(options, page_size)
+    except Refusal as refusal:
+        return str(refusal).split("; use")[0]
+    return None
+
+
+@lru_cache
+def _divisors(tokens: int) -> tuple[int, ...]:
+    """Page sizes that may be advised and of which ``tokens`` are a whole number."""
+    return tuple(size for size in ADVISED_PAGE_SIZES if tokens % size == 0)
+
+
+def _config(options: Options, page_size: int) -> FreeKVConfig:
     budget = whole_tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
 
     def edge(name: str, default: int, least: int) -> int:

@@ -120,6 +120,23 @@ def test_who_does_what_a_refusal_says_is_served(method, values, page_size):
     pytest.fail(f"still refused: {message}")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"freekv_digest": "two-bit"}, {"freekv_budget": 1536, "freekv_sink": 96}, {"freekv_device_cache": 6000, "freekv_budget": 2000}],
+    ids=str,
+)
+def test_the_page_size_that_is_advised_is_the_nearest_that_works(values):
+    options = Options(kv_retrieval="freekv", **values)
+    messages = {size: refused(lambda: config_from(options, size)) for size in range(2, 2049) if size != DEFAULT_PAGE_SIZE}
+    works = [size for size, message in messages.items() if message is None]
+    works += [DEFAULT_PAGE_SIZE] * (refused(lambda: config_from(options, DEFAULT_PAGE_SIZE)) is None)
+    for size, message in messages.items():
+        if message is not None:
+            assert message.startswith(f"--page-size {size}: expected one that suits the other sizes (")
+            advised = int(message.partition("); use --page-size ")[2])
+            assert advised in works and abs(advised - size) == min(abs(other - size) for other in works)
+
+
 @pytest.mark.parametrize("method", [name for name, defaults in METHODS.items() if defaults.tau is None])
 @pytest.mark.parametrize("tau", [0.8, 2, float("nan")])
 def test_a_threshold_for_a_method_that_has_none_is_refused(method, tau):
