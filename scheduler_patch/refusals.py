@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.scheduler_patch.attention_layers import AttentionLayers
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 
 OFF = "or use --kv-retrieval none"
@@ -28,6 +29,7 @@ ON_HOST = f"it reads or moves KV on the GPU, and FreeKV's is in host memory; lea
 NO_DECODE = "nothing is decoded, so there is nothing to retrieve; use --kv-retrieval none"
 ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave it out"
 PADDED = "with it SGLang pads the tokens of a prefill to a multiple of --tp-size, and FreeKV stores those that are; leave it out, " + OFF
+NOT_MIXED = "full layers beside others are not served yet"
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 
 
@@ -97,22 +99,50 @@ FLAGS = (
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
 
-# m is SGLang's ModelConfig
+# m is SGLang's ModelConfig, a its AttentionLayers
 MODEL_RULES = (
-    Rule(mambaish_config, "it has Mamba or linear attention layers, whose state is not paged KV"),
-    Rule(lambda m: m.attention_arch == AttentionArch.MLA, "its latent attention (MLA) has no kv heads to retrieve pages for"),
-    Rule(lambda m: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
-    Rule(lambda m: m.is_encoder_decoder, "it has cross attention, and FreeKV retrieves for self attention"),
-    Rule(lambda m: m.attention_chunk_size, "it attends to chunks of {m.attention_chunk_size} tokens and has nothing to retrieve"),
+    Rule(lambda m, a: m.attention_arch == AttentionArch.MLA, "its latent attention (MLA) has no kv heads to retrieve pages for"),
+    Rule(lambda m, a: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
+    Rule(lambda m, a: getattr(m, "compress_ratios", None), "it keeps KV that is compressed over tokens, and FreeKV retrieves whole pages"),
     Rule(
-        lambda m: m.is_hybrid_swa or (m.sliding_window_size or m.context_len) < m.context_len,
+        lambda m, a: mambaish_config(m) and a.full,
+        "it mixes full attention with Mamba, convolution or linear attention layers, and " + NOT_MIXED,
+    ),
+    Rule(
+        lambda m, a: mambaish_config(m) and not a.full,
+        "it has Mamba, convolution or linear attention layers alone, whose state is not paged KV",
+    ),
+    Rule(lambda m, a: m.is_encoder_decoder, "it has cross attention, and FreeKV retrieves for self attention"),
+    Rule(
+        lambda m, a: m.attention_chunk_size and a.near and a.full,
+        "it mixes {a.full} full attention layers with {a.near} that attend to chunks of {m.attention_chunk_size} tokens, and " + NOT_MIXED,
+    ),
+    Rule(
+        lambda m, a: m.attention_chunk_size and a.near and not a.full,
+        "it attends to chunks of {m.attention_chunk_size} tokens and has nothing far to retrieve",
+    ),
+    Rule(
+        lambda m, a: _has_window(m) and a.near and a.full,
+        "it mixes {a.full} full attention layers with {a.near} that attend to a sliding window of {m.sliding_window_size} tokens, and "
+        + NOT_MIXED,
+    ),
+    Rule(
+        lambda m, a: _has_window(m) and a.near and not a.full,
         "it attends to a sliding window of {m.sliding_window_size} tokens and has nothing far to retrieve",
     ),
-    Rule(lambda m: m.has_attention_sinks, "it has learned attention sinks, which FreeKV does not add"),
-    Rule(lambda m: getattr(m.hf_text_config, "attn_logit_softcapping", None), "it caps attention logits, and FreeKV does not"),
-    Rule(lambda m: getattr(m.hf_config, "dual_chunk_attention_config", None), "its dual chunk attention needs its own backend"),
-    Rule(lambda m: m.has_asymmetric_kv, "its keys and values differ in width ({m.head_dim} and {m.v_head_dim})"),
-    Rule(lambda m: not m.is_generation, "it does not generate text, so there is nothing to retrieve"),
+    Rule(lambda m, a: m.is_hybrid_swa and not a.near, "SGLang keeps its KV in two pools, one of windowed layers, and FreeKV in one"),
+    Rule(lambda m, a: m.has_attention_sinks, "it has learned attention sinks, which FreeKV does not add"),
+    Rule(lambda m, a: getattr(m.hf_text_config, "attn_logit_softcapping", None), "it caps attention logits, and FreeKV does not"),
+    Rule(lambda m, a: getattr(m.hf_config, "dual_chunk_attention_config", None), "its dual chunk attention needs its own backend"),
+    Rule(
+        lambda m, a: m.has_asymmetric_kv and m.attention_arch != AttentionArch.MLA,
+        "its keys and values differ in width ({m.head_dim} and {m.v_head_dim})",
+    ),
+    Rule(
+        lambda m, a: m.is_multimodal,
+        "it reads images or sound, which has not been tested with KV retrieval (text-only checkpoints are served)",
+    ),
+    Rule(lambda m, a: not m.is_generation, "it does not generate text, so there is nothing to retrieve"),
 )
 
 # s is the resolved ServerArgs, m its ModelConfig, c the FreeKVConfig
@@ -124,7 +154,7 @@ RESOLVED_RULES = (
     ),
     Rule(
         lambda s, m, c: s.device == "cpu" and s.grammar_backend == "xgrammar",
-        "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only; use --grammar-backend none with --device cpu",
+        "--grammar-backend xgrammar: SGLang 0.5.17 masks logits with it on GPUs only; use --grammar-backend llguidance, or leave it out",
     ),
     Rule(
         lambda s, m, c: s.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,
@@ -191,11 +221,12 @@ def refuse_flags(asked: SimpleNamespace) -> None:
 
 
 def refuse_model(model, method: str = "freekv") -> None:
-    """Raises the Refusal of the first property of the model that FreeKV does not serve."""
-    for rule in MODEL_RULES:
-        if rule.applies(model):
-            name = model.hf_config.architectures[0]
-            raise Refusal(f"--kv-retrieval {method} does not serve {name}: {rule.message.format(m=model)}; use --kv-retrieval none")
+    """Raises the Refusal of all properties of the model that FreeKV does not serve."""
+    layers = AttentionLayers.of(model)
+    reasons = [rule.message.format(m=model, a=layers) for rule in MODEL_RULES if rule.applies(model, layers)]
+    name = model.hf_config.architectures[0]
+    if reasons:
+        raise Refusal(f"--kv-retrieval {method} does not serve {name}: {'; '.join(reasons)}; use --kv-retrieval none")
 
 
 def refuse_resolved(server_args, config: FreeKVConfig) -> None:
@@ -238,6 +269,13 @@ def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
             f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
             f"{config.page_size} of this model's KV; use {gib:g} or more"
         )
+
+
+def _has_window(model) -> bool:
+    """Whether layers with a sliding window do not see all of the longest context."""
+    if model.attention_chunk_size:
+        return False
+    return model.is_hybrid_swa or (model.sliding_window_size or model.context_len) < model.context_len
 
 
 def _fp8_checkpoint(model) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from build_server_args import run
 from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
+from transformers import AutoConfig
 
 ALL_LAYERS = ",".join(map(str, range(LAYERS)))
 
@@ -85,7 +86,6 @@ FINE = (  # what must stay possible
     ("--freekv-recall", "copy-engine", "--freekv-host-layout", "nhd"),
 )
 
-GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 64}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 2}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -98,24 +98,33 @@ MODELS = {  # name: (changes to the Llama config, what the refusal says)
         },
         "latent attention (MLA)",
     ),
-    "mamba": ({"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}, "Mamba or linear"),
-    "linear attention": ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "Mamba or linear"),
+    "mamba": ({"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}, "mixes full attention with Mamba"),
     "encoder-decoder": (
         {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "d_model": 384},
         "cross attention",
     ),
     "sliding window": (MISTRAL | {"sliding_window": 4096}, "sliding window of 4096 tokens"),
-    "sliding window, Qwen2": (QWEN | {"use_sliding_window": True}, "sliding window of 4096 tokens"),
-    "hybrid sliding window": (GPT_OSS | {"sliding_window": 128}, "sliding window of 128 tokens"),
+    "sliding window in some layers": (
+        QWEN | {"use_sliding_window": True},
+        "mixes 2 full attention layers with 6 that attend to a sliding window of 4096 tokens",
+    ),
     "sliding window that SGLang asserts on": (
         {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "sliding_window": 4096, "sliding_window_pattern": 4},
         "sliding window of 4096 tokens",
+    ),
+    "a backend that SGLang asserts on": (
+        {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "sliding_window": 32768, "sliding_window_pattern": 4},
+        "SGLang does not serve this model so (One of the attention backends in",
     ),
     "local attention": (
         {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attention_chunk_size": 8192},
         "chunks of 8192 tokens",
     ),
-    "soft-capping": (GEMMA | {"sliding_window": 65536, "attn_logit_softcapping": 50.0}, "caps attention logits"),
+    "two pools": (
+        {"architectures": ["MellumForCausalLM"], "model_type": "mellum", "layer_types": ["full_attention"] * LAYERS},
+        "SGLang keeps its KV in two pools",
+    ),
+    "soft-capping": (GEMMA | {"sliding_window": 65536, "attn_logit_softcapping": 50.0}, ": it caps attention logits"),
     "dual chunk": (
         {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 1024}},
         "dual chunk attention",
@@ -123,6 +132,25 @@ MODELS = {  # name: (changes to the Llama config, what the refusal says)
     "asymmetric": ({"v_head_dim": 32}, "keys and values differ in width (64 and 32)"),
     "encoder": ({"architectures": ["BertModel"], "model_type": "bert"}, "does not generate text"),
     "fp8 checkpoint": ({"quantization_config": MODELOPT}, "--kv-cache-dtype auto: this checkpoint asks for fp8"),
+}
+WINDOWED = "it mixes {} full attention layers with {} that attend to a sliding window of 128 tokens, and full layers beside others are not"
+FAMILIES = {  # model type of transformers: (architecture, what its config says otherwise, what the refusal says)
+    "gpt_oss": ("GptOssForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it has learned attention sinks"),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it caps attention logits"),
+    "gemma3_text": ("Gemma3ForCausalLM", {"sliding_window": 128}, WINDOWED.format(1, 7)),
+    "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
+    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        {"text_config": {"num_hidden_layers": 8, "attention_chunk_size": 512}},
+        "it mixes 2 full attention layers with 6 that attend to chunks of 512 tokens, and full layers beside others are not served yet; ",
+    ),
+    "qwen3_next": ("Qwen3NextForCausalLM", {}, "it mixes full attention with Mamba, convolution or linear attention layers, and "),
+    "lfm2": ("Lfm2ForCausalLM", {}, "it mixes full attention with Mamba, convolution or linear attention layers, and "),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", {}, "it reads images or sound, which has not been tested with KV retrieval"),
+    "mistral3": ("Mistral3ForConditionalGeneration", {}, "it reads images or sound, which has not been tested with KV retrieval"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", {}, "its latent attention (MLA)"),
 }
 SERVED = {
     "a window that is switched off": QWEN | {"use_sliding_window": False},
@@ -143,7 +171,11 @@ def models(tmp_path_factory):
     for name, change in changes.items():
         (directory / name).mkdir()
         (directory / name / "config.json").write_text(json.dumps(NEEDLE_CONFIG | change))
-    return {name: directory / name for name in changes}
+    for kind, (architecture, change, _) in FAMILIES.items():
+        config = AutoConfig.for_model(kind, **{"num_hidden_layers": LAYERS} | change)
+        config.architectures = [architecture]
+        config.save_pretrained(directory / kind)
+    return {name: directory / name for name in (*changes, *FAMILIES)}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +208,7 @@ def refusal(facts):
         outcome = facts["outcomes"][case]
         assert outcome.get("exit") == 2, outcome
         text = outcome["stderr"].splitlines()[-1].removeprefix("error: ")
-        assert len(text) < 400 and any(word in text for word in ("; use ", "; leave ", "; choose ", "; name ")), text
+        assert len(text) < 500 and any(word in text for word in ("; use ", "; leave ", "; choose ", "; name ")), text
         return text
 
     return line
@@ -205,6 +237,11 @@ def test_fine(facts, flags):
 @pytest.mark.parametrize("name", MODELS)
 def test_model(refusal, name):
     assert MODELS[name][1] in refusal(f"model {name}")
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_family(refusal, kind):
+    assert f"ForCausalLM: {FAMILIES[kind][2]}" in refusal(f"model {kind}").replace("ConditionalGeneration", "CausalLM")
 
 
 @pytest.mark.parametrize("name", ["mamba", "asymmetric"])
@@ -266,6 +303,7 @@ def test_host_memory_that_is_not_there(available, ranks, advice):
     ("changes", "reason"),
     [
         ({"has_attention_sinks": True}, "learned attention sinks"),
+        ({"compress_ratios": [4, 128]}, "compressed over tokens"),
         ({"hf_config": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "natively sparse"),
     ],
 )
@@ -278,7 +316,8 @@ def test_rarer_models(changes, reason):
     plain = {
         "attention_arch": AttentionArch.MHA, "is_encoder_decoder": False, "attention_chunk_size": None, "is_hybrid_swa": False,
         "sliding_window_size": None, "context_len": 4096, "has_attention_sinks": False, "has_asymmetric_kv": False,
-        "is_generation": True, "linear_attn_registry_result": None, "hf_text_config": SimpleNamespace(),
+        "is_generation": True, "is_multimodal": False, "linear_attn_registry_result": None,
+        "hf_text_config": SimpleNamespace(num_hidden_layers=8),
     }  # fmt: skip
 
     def refuse(**changes):
