@@ -28,6 +28,10 @@ FRONT = (
         "flags as keyword arguments of Engine; defaults, refusals, and the config that travels to the schedulers",
     ),
     Patch(
+        "sglang.srt.server_args.prepare_server_args", "argv", AFTER, "ports:try_ports",
+        "SGLang binds its port after the model has loaded, and dies there if somebody else has it",
+    ),
+    Patch(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
         "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
         BEFORE, "activation:in_launcher",

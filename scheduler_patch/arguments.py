@@ -9,10 +9,11 @@ import sys
 from contextvars import ContextVar
 from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang.srt.server_args import ServerArgs
 
+from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options, config_from, whole_tokens
@@ -36,11 +37,16 @@ def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
     try:
         return original(cls, namespace)
     except Refusal as refusal:
-        logging.disable(logging.INFO)  # `sglang serve` logs its end; the refusal is the last line
-        print(f"error: {refusal}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        end_with(refusal)
     finally:
         _command_line.reset(token)
+
+
+def end_with(refusal: Refusal) -> NoReturn:
+    """Ends a program that reads a command line, with the refusal as the last line that it prints."""
+    logging.disable(logging.INFO)  # `sglang serve` logs its end
+    print(f"error: {refusal}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None
 
 
 def init(original, self: ServerArgs, *args, **kwargs) -> None:
@@ -54,15 +60,24 @@ def init(original, self: ServerArgs, *args, **kwargs) -> None:
     config = _prepare(options, kwargs)
     try:
         original(self, **kwargs)
-    except (AssertionError, ValueError):
-        if "model_config" in vars(self):  # SGLang's message lists backends that this model needs; ours says why
+    except Exception as error:  # of a model whose attention SGLang has other plans for
+        if "model_config" in vars(self):
             refusals.refuse_model(self.model_config, config.method)
+        if BACKEND_NAME in str(error):  # it lists the backends that this model needs
+            reason = f"SGLang does not serve this model so ({error})"
+            raise Refusal(f"--kv-retrieval {config.method}: {reason}; use --kv-retrieval none") from None
         raise
     if self.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
         refusals.refuse_model(self.get_model_config(), config.method)
         refusals.refuse_resolved(self, config)
         refusals.refuse_small_pool(self, config)
+        _warn_of_untested(self.get_model_config().hf_config.architectures[0])
     object.__setattr__(self, "_freekv", config)
+
+
+def _warn_of_untested(architecture: str) -> None:
+    if architecture not in TESTED_ARCHITECTURES:
+        logger.warning("%s has not been tested with KV retrieval; compare its answers with those of --kv-retrieval none", architecture)
 
 
 def _take_options(kwargs: dict) -> Options:
@@ -88,6 +103,9 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
     page_size = whole_tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
     config = config_from(options, page_size)
     refusals.refuse_flags(asked)
+    if config.tau is not None and abs(config.tau) > 1:
+        above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
+        logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
     config = _with_host_memory(config, asked)
     if asked.device == "cpu":
         cpu.prepare_process()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from sglang_freekv.config import BACKEND_NAME, Refusal
 
+logger = logging.getLogger(__name__)
 
 
 def usable_device(asked: str | None) -> str:
@@ -25,7 +27,17 @@ def usable_device(asked: str | None) -> str:
     try:
         return get_device().split(":")[0]
     except RuntimeError:  # SGLang's "No accelerator (CUDA, XPU, ...) is available"
+        logger.warning("no usable GPU, so the CPU serves, which is slow: %s (--device cpu, if that is meant)", _why_no_gpu())
         return "cpu"
+
+
+def _why_no_gpu() -> str:
+    """What CUDA complains of, in one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
+        return " ".join(str(error).split())
+    return "torch.cuda.is_available() is false"
 
 
 def prepare_process() -> None:

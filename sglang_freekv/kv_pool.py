@@ -151,7 +151,7 @@ class FreeKVPool(MHATokenToKVPool):
         threshold = "no tau, every kv head is corrected" if config.tau is None else f"tau {config.tau:g}"
         gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
         return (
-            f"KV retrieval is on: {config.method}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
+            f"KV retrieval is on: {config.method} on {torch.device(self.device).type}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
             f"selected {config.pages.selected * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
             f"{threshold}, {config.digest} digests, {config.pooling} pooling; host pool {gib['host_bytes']} for {self.size} tokens; "
             f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "

@@ -49,7 +49,7 @@ def build(case: dict) -> dict:
             return {"exit": exit.code, "stderr": stderr.getvalue()}
         except Exception as error:
             return {"raised": [cls.__name__ for cls in type(error).__mro__], "message": str(error)}
-    return describe(server_args)
+    return describe(server_args) | ({"said": stderr.getvalue()} if "argv" in case else {})
 
 
 def describe(server_args) -> dict:

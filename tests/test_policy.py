@@ -63,7 +63,7 @@ def test_the_pool_tells_the_method_and_its_threshold(name):
     pool = FreeKVPool(config, KVShape(2, 1, 2, 4, 16, 32, 4), 256, 2, 128, torch.float32, "cpu")
     facts, line = pool.describe(), pool.activation_line()
     assert (facts["method"], facts["tau"], facts["digest"], facts["pooling"]) == (name, *METHODS[name])
-    assert line.startswith(f"KV retrieval is on: {name}, budget 64 tokens = sink 16 + selected 32 + window 16, pages of 8, ")
+    assert line.startswith(f"KV retrieval is on: {name} on cpu, budget 64 tokens = sink 16 + selected 32 + window 16, pages of 8, ")
     assert ("tau 0.9," in line) == (name == "freekv") and ("no tau, every kv head is corrected," in line) == (name != "freekv")
     assert f" {METHODS[name].digest} digests, {METHODS[name].pooling} pooling; host pool " in line
     assert math.prod(POLICIES[name](config).digests.shape(16, 4)) == pool.shape.digest_elements

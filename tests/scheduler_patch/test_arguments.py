@@ -1,5 +1,7 @@
 """The options: in --help, on the command line, in YAML and as keyword arguments of Engine; and that none changes nothing."""
 
+import socket
+
 import pytest
 from build_server_args import run
 from serving import NEEDLE_MODEL
@@ -52,11 +54,18 @@ WRONG = {
     ("--freekv-budget", 64): "--freekv-budget 64: expected more than --freekv-sink 32 + --freekv-window 64",
     ("--freekv-window", 32): "--freekv-window 32: expected at least two pages of 32 tokens",
     ("--page-size", 0): "--page-size 0: expected at least 1",
-    ("--page-size", 48): "--freekv-budget 2048: expected a non-negative multiple of --page-size 48",
+    ("--page-size", 48): "--page-size 48: expected one that suits the other sizes (--freekv-budget 2048: expected a non-negative multiple "
+    "of --page-size 48); use --page-size 32",
+    ("--port", "{taken}"): "--port {taken}: cannot listen on 127.0.0.1 (Address already in use); use a free --port, or another --host",
+    ("--port", "{taken}", "--host", "0.0.0.0"): "--port {taken}: cannot listen on 0.0.0.0 (Address already in use)",
+    ("--nccl-port", "{taken}"): "--nccl-port {taken}: cannot listen on 127.0.0.1 (Address already in use); use a free --nccl-port",
+    ("--host", "192.0.2.1"): "--port 30000: cannot listen on 192.0.2.1 (Cannot assign requested address)",
+    ("--port", 65536): "--port 65536: expected a port from 1 to 65535",
+    ("--port", 0): "--port 0: expected a port from 1 to 65535",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
-    ("--freekv-digest", "two-bit", "--page-size", 4): "--freekv-digest two-bit: expected pages of a multiple of 8 tokens, but --page-size "
-    "is 4; use --page-size 8, or --freekv-digest cuboid-mean",
+    ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
+    "expected pages of a multiple of 8 tokens, but --page-size is 4); use --page-size 8",
     ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
     "2048; use --freekv-device-cache 2048",
     ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
@@ -66,7 +75,14 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory):
+def taken():
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory, taken):
     yaml = tmp_path_factory.mktemp("config") / "freekv.yaml"
     yaml.write_text(YAML.format(model=NEEDLE_MODEL))
     cases = {
@@ -96,7 +112,10 @@ def facts(tmp_path_factory):
     }
     cases |= {f"edges {flags}": freekv(*flags) for flags in EDGES}
     cases |= {f"layers {text!r}": freekv("--freekv-dense-layers", text) for text in LAYERS}
-    cases |= {f"wrong {flags}": freekv(*flags) for flags in WRONG}
+    cases |= {f"wrong {flags}": freekv(*(str(flag).format(taken=taken) for flag in flags)) for flags in WRONG}
+    cases |= {f"tau {tau}": freekv("--freekv-tau", tau) for tau in (-1.5, 1, 90)}
+    cases["port, offline"] = engine(kv_retrieval="freekv", port=taken)
+    cases["port, none"] = cli("--port", taken)
     cases |= {f"idle {name}": cli(f"--{name}", CHOICES.get(name, 1)) for name in OPTIONS[1:]}
     return run(cases)
 
@@ -192,9 +211,19 @@ def test_dense_layers(outcomes, text):
 
 
 @pytest.mark.parametrize("flags", WRONG, ids=str)
-def test_wrong_values_are_one_line(outcomes, flags):
+def test_wrong_values_are_one_line(outcomes, taken, flags):
     outcome = outcomes[f"wrong {flags}"]
-    assert outcome["exit"] == 2 and outcome["stderr"].splitlines()[-1].startswith("error: " + WRONG[flags])
+    assert outcome["exit"] == 2 and outcome["stderr"].splitlines()[-1].startswith("error: " + WRONG[flags].format(taken=taken))
+
+
+def test_a_port_is_tried_for_a_server_with_retrieval_alone(outcomes):
+    assert outcomes["port, offline"]["config"] and "exit" not in outcomes["port, none"]
+
+
+def test_a_threshold_that_no_cosine_reaches_is_told(outcomes):
+    above, below = outcomes["tau 90"]["said"], outcomes["tau -1.5"]["said"]
+    assert "--freekv-tau 90 is above every cosine: every kv head is corrected in every step" in above
+    assert "--freekv-tau -1.5 is below every cosine: no kv head is corrected" in below and "--freekv-tau" not in outcomes["tau 1"]["said"]
 
 
 @pytest.mark.parametrize("option", OPTIONS[1:])

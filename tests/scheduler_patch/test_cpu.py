@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_a_gpu_is_not_mixed_with_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("found", "device"), [("cuda", "cuda"), ("cuda:1", "cuda"), (RuntimeError("No accelerator"), "cpu")])
-def test_device(monkeypatch, found, device):
+def test_device(monkeypatch, caplog, found, device):
     from sglang.srt.utils import common
 
     def get_device():
@@ -125,7 +126,10 @@ def test_device(monkeypatch, found, device):
         return found
 
     monkeypatch.setattr(common, "get_device", get_device)
+    monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=RuntimeError("The driver\nis too old")))
     assert cpu.usable_device(None) == device
+    told = ["no usable GPU, so the CPU serves, which is slow: The driver is too old (--device cpu, if that is meant)"]
+    assert caplog.messages == (told if device == "cpu" else [])
     assert cpu.usable_device("cuda:3") == "cuda"
 
 

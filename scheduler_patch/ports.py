@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ports of a server, tried before anything loads: SGLang binds them only when the model is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+from sglang_freekv.config import Refusal
+from sglang_freekv.scheduler_patch.arguments import end_with
+from sglang_freekv.scheduler_patch.refusals import typed
+
+HIGHEST = 65535
+
+
+def try_ports(server_args, argv) -> None:
+    """AFTER the command line of a server is read; `Engine` listens on no port of the user's choice."""
+    if getattr(server_args, "_freekv", None) is None:
+        return
+    try:
+        for name, host in _ports(server_args):
+            _try_port(name, host, getattr(server_args, name))
+    except Refusal as refusal:
+        end_with(refusal)
+
+
+def _ports(server_args) -> Iterator[tuple[str, str]]:
+    """Options that name a port, and the host that it is bound on."""
+    yield "port", server_args.host
+    if server_args.grpc_port is not None:
+        yield "grpc_port", server_args.host
+    if server_args.nccl_port is not None and server_args.dist_init_addr is None:
+        yield "nccl_port", "127.0.0.1"
+
+
+def _try_port(name: str, host: str, port: int) -> None:
+    """Listens as uvicorn does, on every address that the host has.
+
+    Raises:
+        Refusal: nobody can listen there.
+    """
+    if not 1 <= port <= HIGHEST:
+        raise Refusal(f"{typed(name)} {port}: expected a port from 1 to {HIGHEST}; use one that is free")
+    try:
+        asyncio.run(_listen(host, port))
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror  # a name that nobody knows has one below 0
+        raise Refusal(f"{typed(name)} {port}: cannot listen on {host} ({reason}); use a free {typed(name)}, or another --host") from None
+
+
+async def _listen(host: str, port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    server.close()
