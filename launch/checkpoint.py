@@ -23,6 +23,7 @@ MOST_INDEX_BYTES = MOST_HEADER_BYTES = 100 * MIB  # the format's own limit of a 
 MOST_FILES = 100_000
 MOST_NUMBER = 1 << 53
 MOST_LAYERS = 4096
+COUNTED = re.compile(r"^num_(\w+_)?(layers|heads)$|^(hidden|vocab)_size$|^max_position_embeddings$")  # by whole numbers in every config
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")  # that SGLang reads beside config.json
 
 
@@ -178,6 +179,8 @@ def _expect_in_bounds(value: Any, source: str, key: str = "") -> None:
     elif isinstance(value, list):
         for each in value:
             _expect_in_bounds(each, source, key)
+    elif COUNTED.search(key) and (isinstance(value, str | float) or (isinstance(value, int) and value < 0)):
+        raise Refusal(f"{source}: expected {key}, a whole number, found {json.dumps(value)[:80]}; give the model's own")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         most = MOST_LAYERS if re.search(r"layers?$", key) and isinstance(value, int) else MOST_NUMBER
         if not abs(value) <= most and abs(value) != inf:

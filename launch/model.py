@@ -157,8 +157,9 @@ class Model:
             if (total := self.checkpoint.total_size()) is not None:
                 return Weights(total, 0, None, "by the index of its files")
         try:
-            quantization = quantization_of(method, description)
-        except (AttributeError, KeyError, TypeError, ValueError):
+            beside = dict(self.checkpoint.quantization_files()).get("hf_quant_config.json", {})
+            quantization = quantization_of(method, {**beside.get("quantization", {}), **(description or {})})
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             return None
         try:
             with _strange(self.checkpoint.file):
@@ -259,8 +260,8 @@ def _strange(file: Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise Refusal(
-            f"{file}: expected a config that transformers and SGLang 0.5.17 take without code of its own, found "
-            f"{type(error).__name__}: {' '.join(lines[:2])[:240]}; give the model's own config.json"
+            f"{file}: expected a config that SGLang 0.5.17 and its transformers take without code of the model's own, and they say "
+            f"{type(error).__name__}: {' '.join(lines[:2])[:240]}; give that of a model that SGLang serves"
         ) from None
     finally:
         if timed:

@@ -74,7 +74,7 @@ def quantization_of(method: str | None, config: Mapping[str, Any] | None) -> Qua
     """What SGLang's ModelConfig calls the method, with the checkpoint's own description; None of an unquantised model.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: the method is unknown here, or its description is not as it is published.
+        KeyError, TypeError, ValueError, AttributeError, StopIteration: the method is unknown here, or its description is not as it is published.
     """
     if method in (None, "unquant"):
         return None
@@ -99,8 +99,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:
-    config = config.get("quantization", config)
-    return {"FP8": FP8_TENSOR, "NVFP4": NVFP4}[str(config["quant_algo"]).upper()]
+    return next(scheme for name, scheme in (("FP4", NVFP4), ("FP8", FP8_TENSOR)) if name in config["quant_algo"])
 
 
 def _compressed(group: Mapping[str, Any], form: str) -> tuple[tuple[str, ...], Scheme]:

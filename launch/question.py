@@ -7,6 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import inf
 from typing import Any
 
@@ -68,11 +69,13 @@ class Question:
     def parse(cls, argv: Sequence[str] | None) -> Question:
         """Raises Refusal for what no server would take, whatever the model."""
         asked = make_parser().parse_args(argv)
-        server = argparse.Namespace(**{name: getattr(asked, name) for name in server_flags.NAMES})
+        if asked.model_path is not None and find_spec("sglang") is None:
+            raise Refusal("sglang: expected it to be installed, for its rules decide on a model, found none; `pip install sglang==0.5.17`")
+        server = argparse.Namespace(**{name: getattr(asked, name, None) for name in server_flags.NAMES})
         _refuse_idle(asked)
         for name, least in (("requests", 1), ("gpus", 1), ("tp_size", 1), ("context_length", 1), ("max_running_requests", 1),
                             ("max_total_tokens", 1), ("page_size", 1), ("chunked_prefill_size", LEAST_CHUNK)):  # fmt: skip
-            _expect_between(name, getattr(asked, name), least, MOST)
+            _expect_between(name, getattr(asked, name, None), least, MOST)
         for name, most in (("link_gb_per_s", 1e6), ("weights_gib", 1 << 20), ("freekv_host_memory", 1 << 30)):
             _expect_between(name, getattr(asked, name), 0, most, open_below=True)
         _expect_between("mem_fraction_static", server.mem_fraction_static, 0, 1, open_below=True)
@@ -89,7 +92,7 @@ class Question:
             checkpoint=None if asked.model_path is None else Checkpoint.find(asked.model_path),
             config=config,
             server=server,
-            typed={name: value for name in (*freekv.NAMES[1:], *server_flags.NAMES) if (value := getattr(asked, name)) is not None},
+            typed={name: value for name in (*freekv.NAMES[1:], *server_flags.NAMES) if (value := getattr(asked, name, None)) is not None},
             requests=asked.requests,
             gpu=gpu,
             gpus=asked.gpus,

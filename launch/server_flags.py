@@ -48,12 +48,15 @@ PARSERS = {"int": int, "float": float, "str": str, "human_readable_int": count}
 
 
 def add_to(group: argparse._ArgumentGroup) -> None:
-    """Declare the flags in ``group``. They are read from SGLang's source, because importing it takes seconds.
+    """Declare the flags in ``group``, none without SGLang. They are read from its source, because importing it takes seconds.
 
     Raises:
-        Refusal: SGLang is not installed, or does not declare them as the version that this was written for.
+        Refusal: SGLang does not declare them as the version that this was written for.
     """
-    declared, lists = _declarations()
+    package = find_spec("sglang")
+    if package is None:
+        return
+    declared, lists = _declarations(Path(package.submodule_search_locations[0]) / "srt/server_args.py")
     for name in NAMES:
         if name not in declared:
             raise Refusal(f"{typed(name)}: SGLang's ServerArgs has no such option, expected that of 0.5.17; `pip install sglang==0.5.17`")
@@ -67,12 +70,9 @@ def add_to(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def _declarations() -> tuple[dict[str, tuple[str, dict[str, ast.expr]]], dict[str, list]]:
+def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, ast.expr]]], dict[str, list]]:
     """Of ServerArgs: name -> type and keywords of the annotation; and the lists of the module."""
-    package = find_spec("sglang")
-    if package is None:
-        raise Refusal("sglang: expected it to be installed, found none; `pip install sglang==0.5.17`")
-    module = ast.parse((Path(package.submodule_search_locations[0]) / "srt/server_args.py").read_text())
+    module = ast.parse(source.read_text())
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in module.body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 
@@ -99,7 +100,7 @@ class Answer:
 @pytest.fixture
 def ask(capsys, monkeypatch):
     """``ask(machine, *flags)``: an :class:`Answer`."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the doctor's process is its own
 
     def examine(machine, *flags) -> Answer:
         code = doctor.main([*map(str, flags), "--json"], machine)

@@ -32,6 +32,9 @@ BAD_CONFIGS = {  # what the file holds, and what is said of it
     '{"architectures": ["A"], "num_hidden_layers": %s}' % LONG[:400]: "expected num_hidden_layers of at most 4096, found a longer one",
     json.dumps(CONFIG | {"num_hidden_layers": 10**9}): "expected num_hidden_layers of at most 4096, found 1000000000",
     '{"architectures": ["A"], "x": NaN}': "expected x of at most",
+    json.dumps(CONFIG | {"num_hidden_layers": "many"}): 'expected num_hidden_layers, a whole number, found "many"',
+    json.dumps(CONFIG | {"text_config": {"hidden_size": 0.5}}): "expected hidden_size, a whole number, found 0.5",
+    json.dumps(CONFIG | {"num_key_value_heads": -2}): "expected num_key_value_heads, a whole number, found -2",
 }
 BAD_BY_MEANING = {  # found by transformers or SGLang
     "num_hidden_layers": (None, "many", 1.5, -1, 0, [2], {}),
@@ -122,7 +125,7 @@ def test_a_config_of_the_wrong_meaning_is_an_answer(ask, tmp_path):
 def test_code_of_a_checkpoint_is_not_run(ask, tmp_path):
     path = model_file(tmp_path, {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}})
     (path / "theirs.py").write_text("import pathlib; pathlib.Path('ran').touch()\nfrom transformers import PretrainedConfig as Config\n")
-    one_line(ask(None, "--model-path", path, "--gpu", 80), "without code of its own")
+    one_line(ask(None, "--model-path", path, "--gpu", 80), "without code of the model's own")
     assert not Path("ran").exists()
 
 

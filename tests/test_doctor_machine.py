@@ -8,6 +8,7 @@ import pytest
 from made_up import LLAMA, FakeGpu, NoGpu
 from sglang_freekv.config import GIB
 from sglang_freekv.launch import machine as machine_module
+from sglang_freekv.launch import question, server_flags
 from sglang_freekv.launch.machine import NO_GPU
 from sglang_freekv.memory_pool.pinned import PinError
 
@@ -120,3 +121,12 @@ def test_what_is_not_installed_stops_a_server(make_machine, ask, monkeypatch):
     assert found["flashinfer"].remedy == "`pip install flashinfer-python`"
     assert found["plugin"].remedy == machine_module.INSTALL
     assert answer.report["verdict"] == "these would stop a server: sglang, flashinfer, plugin"
+
+
+def test_without_sglang_the_machine_is_still_examined(make_machine, ask, monkeypatch):
+    for module in (question, server_flags):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    answer = ask(make_machine(FakeGpu()))
+    assert answer.code == 0 and answer.found["link to the device"].figures
+    answer = ask(make_machine(FakeGpu()), "--model-path", LLAMA)
+    assert answer.code == 2 and answer.err.startswith("error: sglang: expected it to be installed")

@@ -154,3 +154,12 @@ def test_broken_files_are_one_line(ask, tmp_path, content):
     (path / "model.safetensors").write_bytes(content)
     answer = ask(None, "--model-path", path, "--gpu", 8)
     assert (answer.code, answer.err.count("\n")) == (2, 1) and "expected safetensors, found" in answer.err
+
+
+def test_a_description_beside_the_config_counts(ask, tmp_path):
+    path = model_file(tmp_path, SMALL)
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head", "model.layers.1*"]}
+    (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization}))
+    answer = ask(None, "--model-path", path, "--gpu", 8)
+    half = ELEMENTS // 2
+    assert answer.found["weights"].figures["bytes"] == half // 2 + half // 16 + 8 * 7 + 2 * half + REST, answer.err
