@@ -49,13 +49,14 @@ class Footprint:
         tokens = requests * self.tokens * self.sizing.device_bytes_per_token
         return tokens + (requests + 1) * self.sizing.row_bytes + self.sizing.staging_bytes
 
-    def fit(self, requests: int, host_bytes: int, device_bytes: int, most_tokens: int | None) -> bool:
+    def fit(self, requests: int, host_bytes: int, device_bytes: int, most_tokens: int | None, most_rows: int | None) -> bool:
         """Whether a server with these bytes for its pools has tokens and rows for so many.
 
         Args:
             most_tokens: ``--max-total-tokens``.
+            most_rows: ``--max-running-requests``; None is ``requests``.
         """
-        tokens = self.sizing.tokens(host_bytes, device_bytes, requests)
+        tokens = self.sizing.tokens(host_bytes, device_bytes, most_rows or requests)
         tokens = tokens if most_tokens is None else min(tokens, most_tokens)
         try:
             return tokens >= requests * self.tokens and self.sizing.rows(device_bytes, tokens) >= requests

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import signal
 import tempfile
-import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,13 +19,14 @@ import torch
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import BACKEND_NAME, FreeKVConfig, Refusal
 from sglang_freekv.launch import weights
-from sglang_freekv.launch.checkpoint import MOST_LAYERS, Checkpoint
+from sglang_freekv.launch.checkpoint import Checkpoint
+from sglang_freekv.launch.files import MOST_LAYERS
 from sglang_freekv.launch.quantization import quantization_of
+from sglang_freekv.launch.strangers import quiet, strange
 from sglang_freekv.launch.weights import Weights
 from sglang_freekv.memory_pool.sizing import KVShape
 
 CHUNK_TOKENS = 8192  # of prefill, SGLang's default on most GPUs
-DEADLINE_S = 20  # of building what a config describes; the largest published models take one
 MOST_WIDTH = 1 << 20
 
 
@@ -54,9 +51,9 @@ class Model:
         flags = {name: value for name in ("dtype", "quantization") if (value := getattr(server, name, None)) is not None}
         overrides = getattr(server, "json_model_override_args", None) or "{}"
         _expect_transformers_takes(checkpoint)
-        with _quiet():
+        with quiet():
             from sglang.srt.configs.model_config import ModelConfig
-        with _strange(checkpoint.file), _copied(checkpoint) as directory:
+        with strange(checkpoint.file), _copied(checkpoint) as directory:
             config = ModelConfig(str(directory), trust_remote_code=False, model_override_args=overrides, **flags)
             description = config._parse_quant_hf_config()
         config._parse_quant_hf_config = lambda: description  # the copy that it was read from is gone
@@ -125,9 +122,9 @@ class Model:
 
     def refusal(self, config: FreeKVConfig) -> Refusal | None:
         """What the server's own rules say against the model."""
-        with _quiet():
+        with quiet():
             from sglang_freekv.scheduler_patch import refusals
-        with _strange(self.checkpoint.file):  # they ask SGLang about values of any type
+        with strange(self.checkpoint.file):  # they ask SGLang about values of any type
             try:
                 refusals.refuse_model(self.config, config.method)
             except Refusal as refusal:
@@ -162,7 +159,7 @@ class Model:
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
             return None
         try:
-            with _strange(self.checkpoint.file):
+            with strange(self.checkpoint.file):
                 parts = weights.parts_of(self.config.hf_config)
         except Refusal:
             return None
@@ -193,7 +190,7 @@ class Model:
         for name, most in (("num_attention_layers", MOST_LAYERS), ("num_attention_heads", MOST_WIDTH), ("head_dim", MOST_WIDTH),
                            ("hidden_size", MOST_WIDTH), ("vocab_size", MOST_WIDTH * 64), ("context_len", 1 << 40)):  # fmt: skip
             self._expect_number(name, getattr(config, name), most)
-        with _strange(self.checkpoint.file):
+        with strange(self.checkpoint.file):
             kv_heads = config.get_total_num_kv_heads()
         self._expect_number("num_key_value_heads", kv_heads, MOST_WIDTH)
 
@@ -206,11 +203,11 @@ class Model:
 
 def _expect_transformers_takes(checkpoint: Checkpoint) -> None:
     """Raises Refusal for what transformers does not take of a type that it knows; it is imported much faster than SGLang."""
-    with _quiet():
+    with quiet():
         from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     if checkpoint.config.get("model_type") in CONFIG_MAPPING_NAMES:
-        with _strange(checkpoint.file):
+        with strange(checkpoint.file):
             AutoConfig.for_model(**json.loads(json.dumps(checkpoint.config)))
 
 
@@ -223,47 +220,3 @@ def _copied(checkpoint: Checkpoint) -> Iterator[Path]:
         for name, content in (("config.json", checkpoint.config), *checkpoint.quantization_files()):
             (directory / name).write_text(json.dumps(content))
         yield directory
-
-
-class _TookTooLong(Exception):
-    pass
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings and logs of others."""
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(level)
-
-
-@contextmanager
-def _strange(file: Path) -> Iterator[None]:
-    """For code of others over a stranger's config: any error of theirs is a Refusal, and so is to take long."""
-
-    def stop(*_) -> None:
-        raise _TookTooLong(f"it took longer than {DEADLINE_S} s")
-
-    timed = threading.current_thread() is threading.main_thread()
-    try:
-        if timed:
-            before = signal.signal(signal.SIGALRM, stop)
-            signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
-        with _quiet():
-            yield
-    except Refusal:
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise Refusal(
-            f"{file}: expected a config that SGLang 0.5.17 and its transformers take without code of the model's own, and they say "
-            f"{type(error).__name__}: {' '.join(lines[:2])[:240]}; give that of a model that SGLang serves"
-        ) from None
-    finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, floor
 
 from sglang_freekv.config import GIB
 from sglang_freekv.launch.finding import Finding, size
-from sglang_freekv.launch.plan import MOST_HOST_SHARE, Plan
+from sglang_freekv.launch.plan import MOST_HOST_SHARE, Plan, most_that
 
 
 def obstacles_of(plan: Plan) -> list[Finding]:
@@ -75,19 +76,75 @@ def _host_obstacle(plan: Plan, work: str) -> Finding:
 
 def _cures(plan: Plan) -> Iterator[str]:
     """Single changes with which it all fits; each was tried."""
-    if (plan.asked or 1) > 1 and (fewer := plan.with_fewer_requests()):
+    if (plan.asked or 1) > 1 and (fewer := _with_fewer_requests(plan)):
         yield f"`--requests {fewer.requests}`"
-    if shorter := plan.with_shorter_context():
+    if shorter := _with_shorter_context(plan):
         yield f"`--context-length {shorter.context_len}`"
-    if more := plan.with_more_ranks():
+    if more := _with_more_ranks(plan):
         yield f"`--tp-size {more.ranks}` on {more.ranks} GPUs"
-    if pool := plan.with_another_pool():
+    if pool := _with_another_pool(plan):
         yield f"`--freekv-host-memory {pool.host_gib:g}`"
-    elif host := plan.with_more_host_memory():
+    elif host := _with_more_host_memory(plan):
         yield f"{size(host.hardware.host_bytes)} of host memory"
-    if smaller := plan.with_smaller_weights():
+    if smaller := _with_smaller_weights(plan):
         bits = "8" if smaller.weight_share == 0.5 else "4"
         yield f"a checkpoint in {bits} bits"
+
+
+def _with_fewer_requests(plan: Plan) -> Plan | None:
+    """The same with as many requests as fit."""
+    fitting = most_that((plan.asked or 1) - 1, plan.can_serve)
+    return replace(plan, asked=fitting) if fitting else None
+
+
+def _with_shorter_context(plan: Plan) -> Plan | None:
+    """The same with the longest context, in whole pages, that fits."""
+    page = plan.config.page_size
+    least = plan.config.budget_tokens // page - 1  # of no more than the budget nothing is retrieved
+    most = (plan.context_len - 1) // page - least
+    fitting = most_that(most, lambda count: replace(plan, context_len=(least + count) * page).fits) if most > 0 else 0
+    return replace(plan, context_len=(least + fitting) * page) if fitting else None
+
+
+def _with_more_ranks(plan: Plan) -> Plan | None:
+    """The same on the fewest GPUs of the kind that do, on one machine with as much host memory."""
+    for ranks in (plan.ranks << shift for shift in range(1, 5)):
+        if plan.model.fits_ranks(ranks) and plan.on_gpu:
+            other = replace(plan, ranks=ranks, hardware=replace(plan.hardware, gpus=max(ranks, plan.hardware.gpus)))
+            if other.fits:
+                return other
+    return None
+
+
+def _with_another_pool(plan: Plan) -> Plan | None:
+    """The same with a host pool of the size that is needed, if one was given by hand."""
+    if plan.config.host_memory_gib is None:
+        return None
+    gib = ceil(plan.needed_host_bytes / GIB * 10) / 10
+    other = _with_pool(plan, gib)
+    return other if other.fits else None
+
+
+def _with_pool(plan: Plan, gib: float | None) -> Plan:
+    return replace(plan, question=replace(plan.question, config=replace(plan.config, host_memory_gib=gib)))
+
+
+def _with_more_host_memory(plan: Plan) -> Plan | None:
+    """The same on a machine with as much as the requests need, if that is all that is short."""
+    if plan.hardware.host_bytes is None:
+        return None
+    needed = ceil(plan.needed_host_bytes * plan.ranks / MOST_HOST_SHARE / GIB + 1) * GIB
+    other = replace(_with_pool(plan, None), hardware=replace(plan.hardware, host_bytes=max(needed, plan.hardware.host_bytes)))
+    return other if other.fits else None
+
+
+def _with_smaller_weights(plan: Plan) -> Plan | None:
+    """The same with a checkpoint in 8 bits, or in about 4.5, if this one has 16 or more."""
+    if plan.model.config.quantization is None and plan.on_gpu:
+        for share in (8 / 16, 4.5 / 16):
+            if (other := replace(plan, weight_share=share)).fits:
+                return other
+    return None
 
 
 def _ranks(ranks: int) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor
 
@@ -133,8 +133,8 @@ class Plan:
     def requests(self) -> int:
         """As many as were asked for, or as fit; 0 if not one does. Memory that nobody knows is taken for enough, of one request."""
         if self.asked is not None or None in (self.host_bytes, self.device_bytes):
-            return (self.asked or 1) if self._fit(self.asked or 1) else 0
-        return _most(MOST_REQUESTS, lambda count: self._fit(count))
+            return (self.asked or 1) if self.can_serve(self.asked or 1) else 0
+        return most_that(MOST_REQUESTS, self.can_serve)
 
     @property
     def fits(self) -> bool:
@@ -146,78 +146,29 @@ class Plan:
         if self.most_tokens is not None or self.requests == 0 or None in (self.host_bytes, self.device_bytes):
             return self.most_tokens
         needed = self.requests * self.footprint.tokens
-        return None if self.footprint.fit(self.requests, self.host_bytes, self.device_bytes, None) else needed
+        running = self.question.server.max_running_requests
+        return None if self.footprint.fit(self.requests, self.host_bytes, self.device_bytes, None, running) else needed
 
-    def _fit(self, count: int) -> bool:
+    def can_serve(self, count: int) -> bool:
+        """Whether so many requests fit; memory that nobody knows is taken for enough."""
         needed = count * self.footprint.tokens
         most = self.most_tokens
         running = self.question.server.max_running_requests
         if (most is not None and needed > most) or (running is not None and count > running):
             return False
-        if not self.pools_fit_the_host or self.hardware.gpus < self.ranks * self._on_gpu:
+        if not self.pools_fit_the_host or self.hardware.gpus < self.ranks * self.on_gpu:
             return False
         host, device = (known if known is not None else 1 << 62 for known in (self.host_bytes, self.device_bytes))
-        return device > 0 and any(self.footprint.fit(count, host, device, limit) for limit in {most, most or needed})
+        return device > 0 and any(self.footprint.fit(count, host, device, limit, running) for limit in {most, most or needed})
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
         return self.hardware.device == "cuda"
 
     @property
     def pools_fit_the_host(self) -> bool:
         """Whether the machine has as much as the host pools of all ranks take."""
         return None in (self.host_bytes, self.hardware.host_bytes) or self.host_bytes * self.ranks <= self.hardware.host_bytes
-
-    # ---- what would fit instead
-
-    def with_fewer_requests(self) -> Plan | None:
-        """The same with as many requests as fit."""
-        fitting = _most((self.asked or 1) - 1, lambda count: self._fit(count))
-        return replace(self, asked=fitting) if fitting else None
-
-    def with_shorter_context(self) -> Plan | None:
-        """The same with the longest context, in whole pages, that fits."""
-        page = self.config.page_size
-        least = self.config.budget_tokens // page - 1  # of no more than the budget nothing is retrieved
-        most = (self.context_len - 1) // page - least
-        fitting = _most(most, lambda count: replace(self, context_len=(least + count) * page).fits) if most > 0 else 0
-        return replace(self, context_len=(least + fitting) * page) if fitting else None
-
-    def with_more_ranks(self) -> Plan | None:
-        """The same on the fewest GPUs of the kind that do, on one machine with as much host memory."""
-        for ranks in (self.ranks << shift for shift in range(1, 5)):
-            if self.model.fits_ranks(ranks) and self._on_gpu:
-                plan = replace(self, ranks=ranks, hardware=replace(self.hardware, gpus=max(ranks, self.hardware.gpus)))
-                if plan.fits:
-                    return plan
-        return None
-
-    def with_another_pool(self) -> Plan | None:
-        """The same with a host pool of the size that is needed, if one was given by hand."""
-        if self.config.host_memory_gib is None:
-            return None
-        gib = ceil(self.needed_host_bytes / GIB * 10) / 10
-        plan = self._with_pool(gib)
-        return plan if plan.fits else None
-
-    def _with_pool(self, gib: float | None) -> Plan:
-        return replace(self, question=replace(self.question, config=replace(self.config, host_memory_gib=gib)))
-
-    def with_more_host_memory(self) -> Plan | None:
-        """The same on a machine with as much as the requests need, if that is all that is short."""
-        if self.hardware.host_bytes is None:
-            return None
-        needed = ceil(self.needed_host_bytes * self.ranks / MOST_HOST_SHARE / GIB + 1) * GIB
-        plan = replace(self._with_pool(None), hardware=replace(self.hardware, host_bytes=max(needed, self.hardware.host_bytes)))
-        return plan if plan.fits else None
-
-    def with_smaller_weights(self) -> Plan | None:
-        """The same with a checkpoint in 8 bits, or in about 4.5, if this one has 16 or more."""
-        if self.model.config.quantization is None and self._on_gpu:
-            for share in (8 / 16, 4.5 / 16):
-                if (plan := replace(self, weight_share=share)).fits:
-                    return plan
-        return None
 
     # ---- how it starts
 
@@ -232,12 +183,12 @@ class Plan:
             "freekv_host_memory": None if self.host_gib is None else f"{self.host_gib:g}",
             "tp_size": self.ranks if self.ranks > 1 else None,
             "context_length": self.context_len,
-            "max_running_requests": self.requests if self.device_bytes is not None or self.asked else None,
+            "max_running_requests": self.question.server.max_running_requests or self.requests,
             "max_total_tokens": self.total_tokens,
             "page_size": self.config.page_size if self.config.page_size != DEFAULT_PAGE_SIZE else None,
         }
         typed_words = {name: value for name, value in self.question.typed.items() if name not in flags}
-        last = {"mem_fraction_static": self.static_share} if self._on_gpu else {"device": "cpu"}
+        last = {"mem_fraction_static": self.static_share} if self.on_gpu else {"device": "cpu"}
         words = ["python", "-m", "sglang.launch_server"]
         for name, value in (flags | typed_words | last).items():
             if value is not None:
@@ -253,6 +204,6 @@ class Plan:
         return int((gib or 0) * GIB)
 
 
-def _most(most: int, fits: Callable[[int], bool]) -> int:
+def most_that(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number from 1 to ``most`` that fits, where all below one that does do too; 0 if none does."""
     return bisect_right(range(1, max(0, most) + 1), False, key=lambda count: not fits(count))

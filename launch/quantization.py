@@ -74,7 +74,7 @@ def quantization_of(method: str | None, config: Mapping[str, Any] | None) -> Qua
     """What SGLang's ModelConfig calls the method, with the checkpoint's own description; None of an unquantised model.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError, StopIteration: the method is unknown here, or its description is not as it is published.
+        AttributeError, KeyError, StopIteration, TypeError, ValueError: the method is unknown here, or not described as is usual.
     """
     if method in (None, "unquant"):
         return None

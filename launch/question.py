@@ -14,7 +14,8 @@ from typing import Any
 from sglang_freekv import options as freekv
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.launch import cards, server_flags
-from sglang_freekv.launch.checkpoint import Checkpoint, parse_json
+from sglang_freekv.launch.checkpoint import Checkpoint
+from sglang_freekv.launch.files import parse_json
 
 MOST = 1 << 31  # of any count: SGLang keeps them in 32 bits
 LEAST_CHUNK = -1  # SGLang's way to turn chunks off
