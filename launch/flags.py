@@ -24,7 +24,7 @@ TAIL = """
 ## SGLang's own flags that matter here
 | flag | meaning here |
 |---|---|
-| `--page-size TOKENS` | The unit of selection and recall. Default with retrieval: {page_size}. Smaller pages find scattered evidence, and a step takes longer. |
+| `--page-size TOKENS` | The unit of selection and recall. Default: {page_size}. Smaller pages find what is scattered, in longer steps. |
 | `--max-total-tokens TOKENS` | Tokens of KV in host memory, at most. |
 | `--max-running-requests N` | Rows: requests that decode at once, at most. Each takes a budget of device memory. |
 | `--mem-fraction-static SHARE` | Device memory for weights and KV pools. |

@@ -28,8 +28,6 @@ MOST_WORDS, MEDIAN_WORDS = 30, 16
 SHORTEST = 4  # words: what is shorter, a number of a list or a caption, does not lower the median
 SLANG = r"\bturned\b|\bflagged\b|context buffer|\bthe floor\b|\bthe bound\b"
 COMMIT = r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b"
-
-
 MODELS = {"Llama-3.1-8B": (32, 8, 32), "Qwen3-32B": (64, 8, 64), "Llama-3.1-70B": (80, 8, 64), "Qwen3-235B-A22B": (94, 4, 64)}
 
 
