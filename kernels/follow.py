@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programmatic dependent launch: a kernel starts while the kernel before it in its stream still runs.
 
-A kernel reads and writes nothing before ``await_previous``; behind it, everything is as in an ordinary launch. Only kernels that attention
-waits for are launched this way. A recall ahead that starts a microsecond sooner takes processors from the matrix product that is being
-launched at that moment (benchmarks/results/bench_step-history.json).
+A kernel reads and writes nothing before ``await_previous``; behind it, everything is as in an ordinary launch.
+
+Only a plan, a correction's recall, the attention to the rest and the merge are launched this way, because the next layer waits for them.
+A recall ahead is not: if it starts a microsecond sooner, it takes processors from the matrix product that is being launched
+(benchmarks/results/bench_step-history.json).
 """
 
 from __future__ import annotations

@@ -36,12 +36,14 @@ class Misses:
         return self.host_pages[:count], self.heads[:count], self.slots[:count]
 
     def extend(self, host_pages: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add units, ``[N]`` each, to the end of the list; waits for the device."""
         start = int(self.length[0])
         end = start + len(host_pages)
         self.host_pages[start:end], self.heads[start:end], self.slots[start:end] = host_pages, heads, slots
         self.length[0] = end
 
     def clear(self) -> None:
+        """Empty the list and count one recall."""
         self.length[2] = self.length[0]
         self.length[3] += 1
         self.length[:2] = 0

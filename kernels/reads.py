@@ -16,8 +16,8 @@ class Reads(NamedTuple):
     Args:
         slots: ``[B, H, A]`` int32 slots of the device cache, -1 for none. Slots of present pages come first.
         pages: ``[B, H, A]`` int32 logical page in each slot; undefined where the slot is -1.
-        present: ``[B, H]`` int32 number of entries that the correction's recall does not fill, A for a kv head that is not corrected.
-            ``attend_present`` takes these entries and ``attend_rest`` the others; ``attend_pages`` takes all. None means all.
+        present: ``[B, H]`` int32 number of leading entries that the correction's recall does not fill; A for a kv head that is not
+            corrected. ``attend_present`` takes these entries and ``attend_rest`` the others; ``attend_pages`` takes all. None means all.
     """
 
     slots: torch.Tensor

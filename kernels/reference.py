@@ -8,7 +8,7 @@ Integer tensors may have any width, and -1 in them means none.
 Layouts (paper section 4.2): the device cache is NHD, ``[R * C, S, H, D]`` for keys and for values; the host pool is HND,
 ``[n_page, H, 2, S, D]``. A unit, which is one (page, kv head), is therefore contiguous: its keys, then its values.
 
-Row 0 is padding. Kernels skip requests of that row, and their attention output is zero.
+Row 0 is padding, and a request of that row is a padding request. Kernels skip it, and its attention output is zero.
 """
 
 from sglang_freekv.kernels.reference_attention import (

@@ -120,7 +120,7 @@ def _pooled_logits(p_logits, o_p, m_candidate, P, G: tl.constexpr, POOLING: tl.c
 def heaviest(b_weight, free, num):
     """Mask of the ``num`` greatest of the ``free`` integers that are not EXCLUDED, or of all of them; of equal integers the first.
 
-    The search divides its range by four. Barriers of the block take most of the time, and three thresholds share one.
+    Each round of the search divides its range by four. A round costs a barrier of the block, and three thresholds share it.
     """
     num = tl.minimum(free, num)
     # Invariant: num_above integers are at least low, and num_above >= num. Fewer than num are at least high.

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,13 @@ def test_what_is_imported_is_declared():
     assert imported(*DIRECTORIES.values()) == declared
     extras = [text for texts in PYPROJECT["project"]["optional-dependencies"].values() for text in texts]
     assert imported("benchmarks", "tests") <= declared | {canonicalize_name(Requirement(text).name) for text in extras}
+
+
+def test_files_that_the_sources_name_exist():
+    sources = [file.read_text() for directory in DIRECTORIES.values() for file in (ROOT / directory).glob("*.py")]
+    named = {name for text in sources for name in re.findall(r"\b(?:benchmarks|docs)/[\w./-]+\.\w+\b", text)}
+    assert "benchmarks/results/bench_recall.json" in named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_wheel_holds_the_sources_and_their_data_and_nothing_else(wheel):
