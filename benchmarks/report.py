@@ -52,7 +52,7 @@ def code_of(root: Path, named: str | None) -> dict:
         ValueError: ``named`` is no commit.
     """
     if named and not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", named):
-        raise ValueError(f"COMMIT={named}: expected 7 to 40 hexadecimal digits, as `git describe --always --dirty --exclude '*'` gives them")
+        raise ValueError(f"COMMIT={named}: expected 7 to 40 hexadecimal digits; `git describe --always --dirty --exclude '*'` gives them")
     commit, _, marked = (named or "").partition("-")
     git = "git", "-C", str(root)
     if _output(*git, "rev-parse", "--show-toplevel") != str(root):

@@ -216,7 +216,8 @@ def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
         who = "-c", "user.name=x", "-c", "user.email=x"
         return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout.strip()
 
-    assert code_of(tmp_path, None) == {"commit": None, "dirty": None} and code_of(tmp_path, "7e4b136") == {"commit": "7e4b136", "dirty": None}
+    assert code_of(tmp_path, None) == {"commit": None, "dirty": None}
+    assert code_of(tmp_path, "7e4b136") == {"commit": "7e4b136", "dirty": None}
     assert code_of(tmp_path, "7e4b136-dirty") == {"commit": "7e4b136", "dirty": True}
     with pytest.raises(ValueError, match="COMMIT=HEAD: expected 7 to 40 hexadecimal digits"):
         code_of(tmp_path, "HEAD")

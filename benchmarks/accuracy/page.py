@@ -113,7 +113,8 @@ TAUS |= {"0.95": "freekv-tau-0.95", "1": "freekv-tau-1.00"}
 
 
 SERVERS = ("budget-2048-server", "budget-2048-gqa-4-server", "budget-512-server", "budget-512-gqa-4-server")
-FILES = (*SERVERS, "budget-512-offline", "fair-rows-offline", "selection-offline", "aggregation-offline", "dense-0-offline", "dense-2-offline")
+HALVES = ("budget-512", "fair-rows", "selection", "aggregation", "dense-0", "dense-2")  # measured offline
+FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES))
 
 
 @cache
@@ -163,7 +164,7 @@ def made() -> str:
     for name in FILES:
         written = json.loads((RESULTS / f"{name}.json").read_text())
         runs = [written["runs"][number] for number in sorted({result["run"] for result in written["results"].values()})]
-        facts = (dict.fromkeys(str(told) for told in each) for each in ((run["device"] for run in runs), map(commit_of, runs), map(date_of, runs)))
+        facts = (dict.fromkeys(map(told, runs)) for told in (lambda run: run["device"], commit_of, date_of))
         dtypes = dict.fromkeys(result["dtype"] for result in written["results"].values())
         rows.append((f"[{name}](../benchmarks/results/{name}.json)", ", ".join(dtypes), *map(", ".join, facts)))
     return markdown(("file", "dtype", "device", "commits", "dates"), rows, words=5)

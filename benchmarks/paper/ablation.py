@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--corrected", type=float, default=CORRECTED[0.8], help="c: the share of kv heads whose query turns")
-    parser.add_argument("--missed", type=float, default=MISSED, help="x: the share of the selected pages that the step before did not select")
+    parser.add_argument("--missed", type=float, default=MISSED, help="x: the share of the selected units that are missing")
     add_settings(parser, host_tokens=1 << 16)
     options = parser.parse_args()
     shape = TINY if options.shape == "tiny" else Shape.of(options.shape)

@@ -130,7 +130,8 @@ def _order(scenario: str, *others: int) -> tuple[int, ...]:
 def tables(report: Report) -> tuple[str, str]:
     """Whole answers, and where the time of each step went."""
     whole = [(*row[:3], row.step * 1e3, *row[4:]) for row in answers(report.results)]
-    head = ("scenario", "batch", "method", "ms a step", "prefill s", "decoding s", "/ full", "/ window", "/ freekv", "/ freekv with prefill")
+    ratios = ("/ full", "/ window", "/ freekv", "/ freekv with prefill")
+    head = ("scenario", "batch", "method", "ms a step", "prefill s", "decoding s", *ratios)
     split = [
         (*cell[:4], cell.seconds * 1e3, *(part * 1e3 for part in cell.parts), cell.seconds / cell.parts.bound)
         for cell in cells(report.results, report.runs)
@@ -149,7 +150,8 @@ def left_of(options, wanted, results: dict) -> tuple[dict[str, int], dict[str, t
     cells = sorted(product(SCENARIOS, options.batches, METHODS), key=lambda cell: cell[2] in BY_HOST)
     steps = {f"{name}/b{batch}/{method}/{at}": (name, batch, method, at) for name, batch, method in cells for at in SCENARIOS[name].at}
     loads = {key: SCENARIOS[name].load(at) for key, (name, _, _, at) in steps.items()}
-    return {key: prompt for key, prompt in prompts.items() if is_left(key)}, {key: step for key, step in steps.items() if is_left(key, loads[key])}
+    left = {key: step for key, step in steps.items() if is_left(key, loads[key])}
+    return {key: prompt for key, prompt in prompts.items() if is_left(key)}, left
 
 
 def prefill_seconds(decoder: Decoder, tokens: int, device: str) -> dict:

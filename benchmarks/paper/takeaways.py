@@ -20,8 +20,9 @@ def takeaways(sections: list[Section]) -> list[str]:
 def _memory(facts: dict) -> Iterator[str]:
     if facts.get("decoding") and facts.get("tokens"):
         yield (
-            f"**On the same device memory, long prompts decode faster**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, FreeKV "
-            f"decodes {facts['decoding']:.1f} times stock SGLang's tokens per second. With prefill counted the factor is {facts['tokens']:.1f}."
+            f"**On the same device memory, long prompts decode faster**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, "
+            f"FreeKV decodes {facts['decoding']:.1f} times stock SGLang's tokens per second. With prefill counted the factor is "
+            f"{facts['tokens']:.1f}."
         )
 
 
@@ -48,7 +49,8 @@ def _load(facts: dict) -> Iterator[str]:
         limits, late, rate = facts["limits"], facts["p99_ttft_ms"], best["stock"]
         tail = ""
         if {("stock", rate), ("freekv", rate)} <= late.keys():
-            tail = f" At {rate:g} a second its slowest 1% of first tokens take {late['freekv', rate] / 1e3:.2f} s, stock SGLang's {late['stock', rate] / 1e3:.2f} s."
+            ours, theirs = (f"{late[system, rate] / 1e3:.2f} s" for system in ("freekv", "stock"))
+            tail = f" At {rate:g} a second its slowest 1% of first tokens take {ours}, stock SGLang's {theirs}."
         yield (
             f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
             f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
@@ -63,8 +65,8 @@ def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
     if full is None or full.freekv_whole is None:
         return
     text = (
-        f"**Against other methods in one engine the work decides**. On long input at batch 8, full attention decodes {full.freekv:.2f} times as "
-        f"long as FreeKV. With prefill its answers take {full.freekv_whole:.2f} times as long."
+        f"**Against other methods in one engine the work decides**. On long input at batch 8, full attention decodes "
+        f"{full.freekv:.2f} times as long as FreeKV. With prefill its answers take {full.freekv_whole:.2f} times as long."
     )
     generated = [each for each in everyone if each.scenario == "long-generation" and each.freekv]
     told = []
@@ -72,5 +74,5 @@ def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
         mine = [each.freekv for each in generated if each.method == method]
         if wins := sum(ratio < 1 for ratio in mine):
             name = METHODS[method][0].upper() + METHODS[method][1:]
-            told.append(f" {name} takes {min(mine):.2f} to {max(mine):.2f} of FreeKV's time and is faster in {wins} of {len(mine)}.")
+            told.append(f" {name} takes {min(mine):.2f} to {max(mine):.2f} of FreeKV's time and is faster in {wins} of {len(mine)} cases.")
     yield text + (f" On long generation others win, over all shapes and batches.{''.join(told)}" if told else "")

@@ -23,10 +23,10 @@ Random weights select at random, so the benchmarks replay the load of a real mod
 | word | meaning |
 |---|---|
 | c | the share of kv heads that are corrected in a step |
-| x | the share of selected pages that the device cache lacks |
+| x | the share of selected units that are missing from the device cache |
 | TPOT, TTFT | the time from one output token to the next in the mean, and the time to the first token |
 | hit, cold | the prompt is in the prefix tree, or is computed |
-| a window alone | attention to as many tokens as the budget, with no selection and no recall: no method that selects can be faster in this engine |
+| a window alone | attention to the budget's tokens with no selection and no recall: no method that selects is faster in this engine |
 | least time | the longer of two times: the bytes over the link, and the bytes in device memory, at the rates of copies in the same run |
 | compute, select | the step of a window alone, and what comes on top without copies |
 | recall exposed, recall hidden | the time that copies add to a step, and the rest of the link's time for them |"""
@@ -35,8 +35,9 @@ LIMITS = """The load has limits that the figures inherit:
 
 - The shares are one model's, {model}, on one task. They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
 - SGLang's cells and the ablation replay x {mean:g} at every context, the mean over contexts. So did the methods at 32K and above. The
-  source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured again.
-- The cells against stock SGLang replay the c of tau 0.8, and the default tau is 0.9. A correction rate of 0.59 is in [the data path](data-path.md).
+  source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured again. Between 3K
+  and 10K the methods replayed up to 0.01 less than the source.
+- The cells against stock SGLang replay the c of tau 0.8, and the default tau is 0.9. [The data path](data-path.md) has both.
 - Every layer gets the mean of all layers. In the one real model that could be measured, layers differ widely:"""
 
 NOTES = """## How to read the methods' rows
@@ -53,8 +54,13 @@ keeps layer 0 dense. Some rows are not as their papers run them:
 | ArkVale, InfiniGen, host copies | recall as their authors' programs do, with the host in the way |
 | LouisKV's trigger | the rate of selection that its paper reports, on FreeKV's pages and engine |
 
-The accuracy of these methods stands in [accuracy](accuracy.md), where rows at equal budget and equal pages are given as far as they have
-been measured."""
+[Accuracy](accuracy.md) says how right these methods are, and has rows at equal budget and equal pages as far as they have been measured.
+
+- Figures of answers are milliseconds of a decode step in the mean over the answer. In brackets stands how many times FreeKV's time the
+  answer takes: its decoding / with prefill. Above 1 FreeKV is faster. Prefill is dense and the same for all methods.
+- Beside a window alone, figures are FreeKV's decoding over that of the window, and in brackets the least possible. The least is a window's
+  step followed by the recall of corrected kv heads, or what the bytes allow if that is longer.
+- A bar that is cut has its figure behind a mark (»). The host copies are left out of the pictures."""
 
 AIMS = """## Aims
 

@@ -19,8 +19,8 @@ def of_ablation(path: Path, directory: Path) -> Section:
     rows = ablation.rows(section.results, section.written["runs"])
     section.add(
         "The first rows add one part to the other, from a base on a copy engine to FreeKV. The others have one part alone, or lack one. "
-        "Rows without the CUDA graph are launched by Python, kernel by kernel. That alone takes tens of milliseconds, so smaller differences "
-        "between them say nothing." + _ahead(rows)
+        "Rows without the CUDA graph are launched by Python, kernel by kernel. That alone takes tens of milliseconds, so smaller "
+        "differences between them say nothing." + _ahead(rows)
     )
     for context in dict.fromkeys(row.context for row in rows):
         mine = [row for row in rows if row.context == context]
@@ -31,7 +31,8 @@ def of_ablation(path: Path, directory: Path) -> Section:
         head = [cell for batch in batches for cell in (f"batch {batch}, ms", "/ FreeKV", "/ least time")]
         section.add(f"### {context:,} tokens", markdown(("system", *head), shown))
         seconds = {
-            f"batch {batch}": {ABLATION[name]: by[name, batch].seconds * 1e3 for name in systems if (name, batch) in by} for batch in batches
+            f"batch {batch}": {ABLATION[name]: by[name, batch].seconds * 1e3 for name in systems if (name, batch) in by}
+            for batch in batches
         }
         title = f"{section.shape}, a decode step at {context:,} tokens (logarithmic)"
         section.picture(str(context), plots.bars, title, "ms", seconds, ABLATION[WHOLE], log=True)

@@ -25,9 +25,9 @@ HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio"
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
     section.add(
-        "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells in "
-        "which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are of the time in which the most requests decode. "
-        "TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
+        "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
+        "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are of the time in which the most requests "
+        "decode. TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
     for title, pair in crossover.PAIRS.items():
         rows = crossover.compared(section.results, *pair)
@@ -69,8 +69,9 @@ def _no_room(section: Section, system: str, rows: list[crossover.Compared]) -> s
     context, pool = refused[0].context, pools[0]
     needed = context + tokens + Setup.page_size
     return (
-        f" Stock SGLang's pool holds {pool:,} tokens. One prompt of {context:,} with {tokens} new tokens and a page needs {needed - pool} more, "
-        "so its cells of that context say *no room*. A pool larger by that much would serve one such request at a time."
+        f" Stock SGLang's pool holds {pool:,} tokens. One prompt of {context:,} with {tokens} new tokens and a page needs "
+        f"{needed - pool} more, so its cells of that context say *no room*. A pool larger by that much would serve one such request at "
+        "a time."
     )
 
 

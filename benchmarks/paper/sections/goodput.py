@@ -25,7 +25,7 @@ def of_goodput(path: Path, directory: Path) -> Section:
         f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.",
         markdown(
             ("system", "rate", "goodput", "within limits", "ended / s", "TTFT, ms", "p99", "TPOT, ms", "p99", "tokens/s", "hit rate"),
-            [(SYSTEMS.get(system, system), rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
+            [(SYSTEMS[system], rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
         ),
     )
     possible = {system: _possible(section, result) for system, *_, result in rows}
@@ -34,10 +34,10 @@ def of_goodput(path: Path, directory: Path) -> Section:
         + _cut_short(rows, best),
         markdown(
             ("system", "best goodput", "most possible", "share"),
-            [(SYSTEMS.get(system, system), found, possible[system], found / possible[system]) for system, found in best.items()],
+            [(SYSTEMS[system], found, possible[system], found / possible[system]) for system, found in best.items()],
         ),
     )
-    lines = {(SYSTEMS.get(each, each), ""): [(rate, point.goodput) for name, rate, point, _ in rows if name == each] for each in best}
+    lines = {(SYSTEMS[each], ""): [(rate, point.goodput) for name, rate, point, _ in rows if name == each] for each in best}
     title, unit = f"{section.shape}: requests per second within limits", "within limits"
     section.picture("rates", plots.curves, title, "requests per second, offered", unit, lines, "FreeKV", diagonal="all within limits")
     return section
@@ -46,7 +46,8 @@ def of_goodput(path: Path, directory: Path) -> Section:
 def _cut_short(rows: list[tuple], systems: dict[str, float]) -> str:
     """Whose best may be higher, because the time was over before it was saturated."""
     climbed = {system: [row[2] for row in rows if row[0] == system] for system in systems}
-    cut = [f"{system} at {max(row[1] for row in rows if row[0] == system):g}" for system in systems if not goodput.saturated(climbed[system])]
+    left = [system for system in systems if not goodput.saturated(climbed[system])]
+    cut = [f"{SYSTEMS[system]} at {max(row[1] for row in rows if row[0] == system):g}" for system in left]
     return f" Not measured until saturated, so that the best may be higher: {', '.join(cut)}." if cut else ""
 
 

@@ -23,10 +23,6 @@ def of_latency(path: Path, directory: Path) -> Section:
     answers, cells = latency.answers(section.results), latency.cells(section.results, section.written["runs"])
     limits = _limits(cells)
     section.facts["answers"] = answers
-    section.add(
-        "Figures are milliseconds of a decode step in the mean over an answer. In brackets stands how many times FreeKV's time an answer "
-        "takes: its decoding / with prefill. Above 1 FreeKV is faster. Prefill is the same for all methods."
-    )
     for name, scenario in SCENARIOS.items():
         mine = [answer for answer in answers if answer.scenario == name]
         if mine:
@@ -94,7 +90,7 @@ def _split(section: Section, name: str, cells: list[latency.Cell]) -> None:
         f"One step at batch {batch} and {context:,} tokens, in milliseconds:",
         markdown(
             ("method", "step", "compute", "select", "recall exposed", "recall hidden", "least time", "step / least time"),
-            [(METHODS[cell.method], *(ms(part) for part in (cell.seconds, *cell.parts)), cell.seconds / cell.parts.bound) for cell in cells],
+            [(METHODS[cell.method], *map(ms, (cell.seconds, *cell.parts)), cell.seconds / cell.parts.bound) for cell in cells],
         ),
     )
     for cell in (cell for cell in cells if cell.method == "freekv"):
@@ -146,14 +142,11 @@ def _over_window(
     batches = list(dict.fromkeys(batch for _, batch in ours))
     if not ours:
         return
-    rows = [
-        (TITLES[name], *(_beside(ours.get((name, batch)), limits) for batch in batches)) for name in SCENARIOS if any((name, b) in ours for b in batches)
-    ]
+    names = [name for name in SCENARIOS if any((name, batch) in ours for batch in batches)]
+    rows = [(TITLES[name], *(_beside(ours.get((name, batch)), limits) for batch in batches)) for name in names]
     section.add(
         f"### FreeKV beside a window alone: {section.shape}",
-        "Figures are FreeKV's decoding over that of a window alone, and in brackets the least possible. The least is a window's step followed "
-        "by the recall of corrected kv heads, or what the bytes allow if that is longer. The aims cover batches up to 8. "
-        + _above(cells, batches[-1]),
+        "The aims cover batches up to 8. " + _above(cells, batches[-1]),
         markdown(("answer", *(f"batch {batch}" for batch in batches)), rows),
     )
 
