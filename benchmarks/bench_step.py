@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ class Step:
             def recall(host, misses, keys, values, usual, *others) -> None:
                 kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs, *others)
 
+        config = replace(config, recall_timing=variant.get("recall_timing", 0))
         policy = replayed(config, controls)
         self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())
         if every := variant.get("canary"):
@@ -85,7 +87,7 @@ class Step:
         def run() -> None:
             self.seq_lens += 1
             model.step(self.hidden, attention)
-            self.retrieval.complete_all_transfers()
+            self.retrieval.end_step(rows)
 
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -140,6 +142,8 @@ VARIANTS = {
     "uncorrected": {"corrected": 0.0},
     "canary-sample": {"canary": 16},
     "canary-full": {"canary": 1},
+    "recall-sampled": {"recall_timing": 100},
+    "recall-timed": {"recall_timing": 1},
 }
 CASES = {
     "8k-b1": (8192, 1), "32k-b1": (32768, 1), "32k-b4": (32768, 4), "32k-b8": (32768, 8), "32k-b16": (32768, 16), "128k-b4": (131072, 4),

@@ -29,9 +29,11 @@ else:
     score_pages = by_device("score", "score_pages")
     score_two_bit = by_device("two_bit", "score_two_bit")
     seed_slots = by_device("seed", "seed_slots")
+    settle_stamps = by_device("stamps", "settle_stamps")
     snapshot_pages = by_device("page_table", "snapshot_pages")
     stage_pages = by_device("stage", "stage_pages")
     verify_units = by_device("checksum", "verify_units")
+    write_stamp = by_device("stamps", "write_stamp")
 
     __all__ = [
         "Box",
@@ -59,7 +61,9 @@ else:
         "score_pages",
         "score_two_bit",
         "seed_slots",
+        "settle_stamps",
         "snapshot_pages",
         "stage_pages",
         "verify_units",
+        "write_stamp",
     ]

@@ -12,6 +12,7 @@ import triton.language as tl
 from sglang_freekv.kernels.follow import await_previous, following
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.shares import Shares
+from sglang_freekv.kernels.stamps import is_sampled, note_end
 
 # An SM of an H100 or H200 runs two programs at once, and a recall holds some SMs; a second round of programs evens that out.
 PROGRAMS = 464  # trials of both numbers: benchmarks/results/bench_step-history.json
@@ -43,11 +44,18 @@ def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> 
 
 
 def attend_present(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    shares: Shares,
+    stamp: torch.Tensor | None = None,
 ) -> None:
     """As :func:`reference.attend_present`; one program for each (request, kv head, split of its present pages)."""
     splits, _ = _splits(queries, keys, reads)
-    _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits)
+    _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits, stamp=stamp)
 
 
 def attend_rest(
@@ -97,7 +105,7 @@ def _empty_shares(queries: torch.Tensor, number: int) -> Shares:
     return Shares(outputs, torch.empty(batch, num_heads, number, dtype=torch.float32, device=queries.device))
 
 
-def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, splits, rest=False) -> None:
+def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, splits, rest=False, stamp=None) -> None:
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
     group = num_heads // num_kv_heads
     assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.slots, reads.pages))
@@ -109,6 +117,7 @@ def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, spl
         *reads,
         outputs,
         weights,
+        stamp,
         queries.stride(0),
         queries.stride(1),
         reads.slots.shape[2],
@@ -139,6 +148,7 @@ def _attend_pages(
     p_present,  # [B, H] or None
     p_output,  # [B, Hq, N, D]
     p_weights,  # [B, Hq, N], or None with one split
+    p_stamp,  # [4] or None
     stride_b,
     stride_h,
     A,
@@ -155,6 +165,8 @@ def _attend_pages(
     FOLLOWS: tl.constexpr,
 ):
     await_previous(FOLLOWS)
+    if p_stamp is not None:
+        sampled = is_sampled(p_stamp)
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     present = A
     if p_present is not None:
@@ -216,6 +228,9 @@ def _attend_pages(
     tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
     if p_weights is not None:
         tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
+    if p_stamp is not None:
+        if sampled:
+            note_end(p_stamp)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 from sglang_freekv.kernels.follow import await_previous, following
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.stage import READ_BYTES
+from sglang_freekv.kernels.stamps import is_sampled, note_begin, note_end
 
 
 def recall_pages(
@@ -19,6 +20,7 @@ def recall_pages(
     values: torch.Tensor,
     programs: int = 8,
     closely: bool = False,
+    stamp: torch.Tensor | None = None,
     *,
     prefetch: bool = True,
 ) -> None:
@@ -43,6 +45,7 @@ def recall_pages(
         misses.slots,
         keys,
         values,
+        stamp,
         misses.slots.shape[0],
         *host_pool.stride()[:4],
         *keys.stride()[:3],
@@ -66,6 +69,7 @@ def _recall_kernel(
     p_slots,  # [M]
     p_keys,  # [R * C, S, H, D]
     p_values,  # [R * C, S, H, D]
+    p_stamp,  # [4] or None
     M,
     host_stride_page,
     host_stride_head,
@@ -83,6 +87,9 @@ def _recall_kernel(
     FOLLOWS: tl.constexpr,
 ):
     await_previous(FOLLOWS)
+    if p_stamp is not None:
+        sampled = is_sampled(p_stamp)
+        note_begin(p_stamp)
     o_t, o_d = tl.arange(0, UNITS * BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     o_s = o_t % BLOCK_S
     m_unit = (o_s < S) & (o_d < D)
@@ -129,6 +136,9 @@ def _recall_kernel(
     # The last program to finish empties the list. The barrier comes first, because a warp of it may not have read the length yet.
     tl.debug_barrier()
     if tl.atomic_add(p_length + 1, 1) == tl.num_programs(0) - 1:
+        if p_stamp is not None:
+            if sampled & (count > 0):
+                note_end(p_stamp)
         tl.store(p_length, 0)
         tl.store(p_length + 1, 0)
         tl.store(p_length + 2, count)

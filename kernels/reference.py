@@ -33,6 +33,7 @@ from sglang_freekv.kernels.reference_plan import (
     seed_slots,
     select_pages,
 )
+from sglang_freekv.kernels.reference_stamps import settle_stamps, write_stamp
 
 __all__ = [
     "allocate_shares",
@@ -60,8 +61,10 @@ __all__ = [
     "score_two_bit",
     "seed_slots",
     "select_pages",
+    "settle_stamps",
     "snapshot_pages",
     "SPREAD",
     "stage_pages",
     "verify_units",
+    "write_stamp",
 ]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_freekv.kernels.reads import Reads
+from sglang_freekv.kernels.reference_stamps import write_stamp
 from sglang_freekv.kernels.shares import Shares
 
 
@@ -39,10 +40,23 @@ def allocate_shares(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> 
 
 
 def attend_present(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    shares: Shares,
+    stamp: torch.Tensor | None = None,
 ) -> None:
-    """The part of ``attend_pages`` over the present pages, which are at the head of each list."""
+    """The part of ``attend_pages`` over the present pages, which are at the head of each list.
+
+    Args:
+        stamp: ``[4]`` of ``reference_stamps``: receives the end.
+    """
     _attend_share(queries, keys, values, seq_lens, reads, scale, shares, ~_coming(reads), 0)
+    if stamp is not None:
+        write_stamp(stamp)
 
 
 def attend_rest(

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.reference_stamps import BEGIN, write_stamp
 
 
 def offload_pages(
@@ -30,7 +33,13 @@ def offload_pages(
 
 
 def recall_pages(
-    host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 8, closely: bool = False
+    host_pool: torch.Tensor,
+    misses: Misses,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    programs: int = 8,
+    closely: bool = False,
+    stamp: torch.Tensor | None = None,
 ) -> None:
     """Copy missing units from the host pool (HND) to their slots (NHD), and leave the list empty.
 
@@ -40,12 +49,18 @@ def recall_pages(
         keys, values: ``[R * C, S, H, D]`` written in place.
         programs: on a GPU, the number of programs that copy; the rest of the device is left to the computation.
         closely: on a GPU, start while the kernel before still runs, because attention waits for this recall.
+        stamp: ``[4]`` of ``reference_stamps``: receives the begin and, if there was anything to copy, the end.
     """
+    any_missing = bool(misses.length[0])
+    if stamp is not None:
+        stamp[BEGIN] = time.perf_counter_ns()
     host_pages, heads, slots = (column.long() for column in misses.columns())
     units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
     keys[slots, :, heads] = units[:, 0]
     values[slots, :, heads] = units[:, 1]
     misses.clear()
+    if stamp is not None and any_missing:
+        write_stamp(stamp)
 
 
 def fill_pages(

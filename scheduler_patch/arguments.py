@@ -108,6 +108,11 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
         logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
     config = _with_host_memory(config, asked)
     if asked.device == "cpu":
+        if config.recall_timing:
+            raise Refusal(
+                f"--freekv-recall-timing {config.recall_timing}: expected 0 with --device cpu, which recalls and computes in turn; "
+                "leave it out"
+            )
         cpu.prepare_process()
         if asked.grammar_backend is None:
             logger.warning("--device cpu: structured output is off, because SGLang 0.5.17 masks logits on GPUs only")

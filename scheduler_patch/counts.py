@@ -9,35 +9,49 @@ import torch
 from sglang.srt.managers.utils import _async_d2h
 
 from sglang_freekv.counts import RequestCounts
+from sglang_freekv.memory_pool.recall_clock import RecallTimes
 
 KEY = "freekv"
 
 
 @dataclass
 class StepCounts:
-    """Counts ``[B, 3]`` of the rows of one forward pass, a list as soon as they are looked at; whether it was a decode step; the canary's
-    faults after it."""
+    """What leaves the device with the results of one forward pass.
+
+    Args:
+        rows: ``[B, 3]`` counts of its rows; a list as soon as they are looked at.
+        decoded: whether it was a decode step.
+        faults: what the canary has found, if there is one.
+        recall: ``[3]`` as ``RecallTimes``, if recall is timed.
+    """
 
     rows: torch.Tensor | list[list[int]]
     decoded: bool
-    faults: torch.Tensor | None
+    faults: torch.Tensor | None = None
+    recall: torch.Tensor | None = None
 
 
 def attach(result, worker, batch, *args, **kwargs) -> None:
-    """AFTER the forward pass, on its stream: snapshot the rows' counts, and what the canary found, beside the logits."""
+    """AFTER the forward pass, on its stream: snapshot the rows' counts, what the canary found and how long recall took."""
     if result.logits_output is not None:
-        retrieval, faults = worker.model_runner.attn_backend.retrieval, None
+        retrieval, rows, decoded = worker.model_runner.attn_backend.retrieval, batch.req_pool_indices, batch.forward_mode.is_decode()
+        if retrieval.clock is not None and decoded and any(retrieval.in_flight):  # a graph has ended its step itself
+            retrieval.end_step(rows)
+        step = StepCounts(retrieval.row_counts(rows), decoded)
         if retrieval.canary is not None:
             retrieval.complete_all_transfers()  # without a graph some may be under way, and a note half written
-            faults = retrieval.canary.faults.clone()
-        result.logits_output.freekv = StepCounts(retrieval.row_counts(batch.req_pool_indices), batch.forward_mode.is_decode(), faults)
+            step.faults = retrieval.canary.faults.clone()
+        if retrieval.clock is not None:
+            step.recall = retrieval.clock.snapshot()
+        result.logits_output.freekv = step
 
 
 def copy_to_cpu(result, *args, **kwargs) -> None:
     """BEFORE SGLang copies a step's results to the host under the overlap schedule: send ours along."""
     if (step := getattr(result.logits_output, KEY, None)) is not None:
-        step.rows = _async_d2h(step.rows)
-        step.faults = _async_d2h(step.faults) if step.faults is not None else None
+        for name in ("rows", "faults", "recall"):
+            if (tensor := getattr(step, name)) is not None:
+                setattr(step, name, _async_d2h(tensor))
 
 
 def collect(_, processor, i: int, req, logits_output) -> None:
@@ -50,6 +64,8 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total, pool.heads))
     if isinstance(step.rows, torch.Tensor):  # once a step: without the overlap schedule they are still on the device
         step.rows = step.rows.tolist()
+        if step.recall is not None:
+            pool.recall_times = RecallTimes(*step.recall.tolist())
     pool.totals.add(counts.update(tuple(step.rows[i]), req.seqlen, step.decoded))
 
 

@@ -52,11 +52,8 @@ class Observer:
         """What each of ``METRICS`` has come to."""
         state, built = self.state(), self.pool.describe()
         totals = state.pop("totals")
-        totals |= {
+        totals |= self.pool.recall_times.as_dict() | {
             "recalled_bytes": totals["recalled_units"] * self.pool.store.host.unit_bytes,
-            "recall_seconds": 0,
-            "recall_wait_seconds": 0,
-            "sampled_steps": 0,
             "canary_faults": self.quarantine.faults if self.quarantine else 0,
         }
         bytes_of = {"host": "host_bytes", "digests": "digest_bytes", "dense_layers": "dense_bytes"}
@@ -109,7 +106,12 @@ def describe(info: dict, scheduler) -> None:
 def internal_state(output, scheduler, recv_req) -> None:
     """AFTER the scheduler reports its state: what retrieval has done so far."""
     observer = _observer(scheduler)
-    output.internal_state["freekv"] = observer.state() | ({"canary": observer.quarantine.as_dict()} if observer.quarantine else {})
+    state = observer.state()
+    if observer.quarantine is not None:
+        state["canary"] = observer.quarantine.as_dict()
+    if observer.pool.config.recall_timing:
+        state["recall_timing"] = observer.pool.recall_times.as_dict()
+    output.internal_state["freekv"] = state
 
 
 def process_batch_result(original, scheduler, batch, result) -> None:

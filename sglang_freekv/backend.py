@@ -102,7 +102,7 @@ class FreeKVAttnBackend(AttentionBackend):
 
     def _join(self, runner, output, forward_batch: ForwardBatch, num_tokens: int) -> None:
         """In the graph, behind the logits: join the side streams."""
-        self.retrieval.complete_all_transfers()
+        self.retrieval.end_step(self.batch.rows)
 
     def _pages(self, tokens: int) -> int:
         """Pages of a context of ``tokens``, including one that the next token may begin."""

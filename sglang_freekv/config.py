@@ -15,6 +15,7 @@ MOST_SLOTS = (1 << 15) - 1  # slots of a row: two counts of slots share a word i
 POOLINGS = ("softmax-mean", "mean", "max")
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
+MOST_STEPS = (1 << 31) - 1  # from one timed step to the next
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # one unit in so many is examined; 0 examines none
 
 
@@ -82,6 +83,7 @@ class FreeKVConfig:
         recall: one of ``RECALLS``: how missing units are copied from the host pool.
         host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
         canary: a key of ``CANARIES``: how many of the units that come back from the host pool are compared with their checksums.
+        recall_timing: recall is timed in one decode step of so many; 0 times none.
 
     Raises:
         Refusal: a value is outside its range, or is not a whole number of pages.
@@ -101,6 +103,7 @@ class FreeKVConfig:
     recall: str = "zero-copy"
     host_layout: str = "hnd"
     canary: str = "off"
+    recall_timing: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in tuple(METHODS):
@@ -165,6 +168,15 @@ class FreeKVConfig:
             )
         elif self.tau != self.tau:
             raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
+        if not 0 <= self.recall_timing <= MOST_STEPS:
+            raise Refusal(
+                f"--freekv-recall-timing {self.recall_timing}: expected 0 to {MOST_STEPS} decode steps; use --freekv-recall-timing 100"
+            )
+        if self.recall_timing and self.recall == "copy-engine":
+            raise Refusal(
+                f"--freekv-recall-timing {self.recall_timing}: expected 0 with --freekv-recall copy-engine, which waits on the host; "
+                "leave it out"
+            )
         if any(layer < 0 for layer in self.dense_layers):
             raise Refusal(
                 f"--freekv-dense-layers {','.join(map(str, self.dense_layers))}: expected layer numbers from 0; "

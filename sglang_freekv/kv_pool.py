@@ -13,6 +13,7 @@ from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
+from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import make_stream
@@ -45,7 +46,7 @@ class FreeKVPool(MHATokenToKVPool):
         retrieval_layers = [layer for layer in range(num_layers) if layer not in config.dense_layers]
         self.retrieval_index = {layer: index for index, layer in enumerate(retrieval_layers)}
         self.heads = len(retrieval_layers) * shape.kv_heads  # kv heads that every decode step may correct
-        self.totals = RetrievalCounts()
+        self.totals, self.recall_times = RetrievalCounts(), RecallTimes()
         super().__init__(
             size=size,
             page_size=config.page_size,
@@ -128,6 +129,7 @@ class FreeKVPool(MHATokenToKVPool):
             "recall": self.config.recall,
             "host_layout": self.config.host_layout,
             "canary": self.config.canary,
+            "recall_timing": self.config.recall_timing,
             "tau": self.config.tau,
             "digest": self.config.digest,
             "pooling": self.config.pooling,

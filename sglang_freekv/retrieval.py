@@ -20,6 +20,8 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import Misses, Reads
+from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, CORRECTION
+from sglang_freekv.memory_pool.recall_clock import RecallClock
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 from sglang_freekv.policy import Policy
@@ -113,6 +115,7 @@ class Retrieval:
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
         self.ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
+        self.clock = RecallClock(len(self.cache.layers), config.recall_timing, device) if config.recall_timing else None
 
     def decode(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
@@ -153,7 +156,8 @@ class Retrieval:
             self._plan(layer, logits[0], batch, turned, reads)
 
         def correct() -> None:
-            self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS, True)
+            stamp = self._stamp(layer, CORRECTION)
+            self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS, True, **stamp)
             kernels.attend_rest(*attended, shares)
 
         def verify() -> None:
@@ -164,7 +168,8 @@ class Retrieval:
             self.in_flight[layer].append(self.transfers.submit(recall_ahead))
 
         def recall_ahead() -> None:
-            self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs_ahead(len(rows)))
+            programs, stamp = programs_ahead(len(rows)), self._stamp(layer, AHEAD)
+            self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs, **stamp)
             self._verify(layer, self.ahead[layer])
 
         planned = self.selection.submit(plan)
@@ -173,11 +178,19 @@ class Retrieval:
             self.selection.submit(verify)  # behind the correction, because attention waits for that
         appended.wait()
         planned.wait()
-        kernels.attend_present(*attended, shares)
+        kernels.attend_present(*attended, shares, **self._stamp(layer, ATTENTION))
         corrected.wait()
         output = kernels.merge_shares(*shares, queries.dtype)
         self.in_flight[layer].append(self.selection.submit(plan_rest))
         return output
+
+    def end_step(self, rows: torch.Tensor) -> None:
+        """Join the side streams behind the last layer of a decode step of ``rows [B]``, and add up the stamps if recall is timed."""
+        if self.clock is not None:
+            self.clock.computed()
+        self.complete_all_transfers()
+        if self.clock is not None:
+            self.clock.settle(rows)
 
     def prepare_replay(self, fills_page: bool) -> None:
         """Prepare the replay of a decode graph: wait for the work that passes without a graph left in flight. A graph leaves none.
@@ -250,6 +263,10 @@ class Retrieval:
     def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, 3]`` int64 HITS, RECALLED and CORRECTED of ``rows [B]`` since their last extend."""
         return self.counts[rows]
+
+    def _stamp(self, layer: int, kind: int) -> dict[str, torch.Tensor]:
+        """What a kernel takes to write down when it ran; nothing unless recall is timed."""
+        return {} if self.clock is None else {"stamp": self.clock.stamp(layer, kind)}
 
     def _offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
         kernels.offload_pages(keys, values, starts, host_pages, self.host.layers[layer])

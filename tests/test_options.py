@@ -39,7 +39,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
-    "freekv_pooling": st.sampled_from(POOLINGS),
+    "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole,
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -61,7 +61,7 @@ def refused(make) -> str | None:
     assert (config.tau is None) == (METHODS[config.method].tau is None) and config.tau == config.tau
     assert (config.host_memory_gib is None or config.host_memory_gib > 0)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
-    assert config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
+    assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
 
 
@@ -73,6 +73,7 @@ def refused(make) -> str | None:
         "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
+        "recall_timing": whole,
     })
 )  # fmt: skip
 @settings(max_examples=500)

@@ -74,11 +74,11 @@ def first_accesses(name, kernel, **more):
     print(name, found[0], len(found))
 
 first_accesses("plan", plan._plan_pages, REST=False)
-first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64)
-first_accesses("rest", attend._attend_pages, REST=True)
+first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64, p_stamp=None)
+first_accesses("rest", attend._attend_pages, REST=True, p_stamp=None)
 first_accesses("merge", attend._merge_shares)
 first_accesses("control", attend._merge_shares, FOLLOWS=False)
-first_accesses("whole", attend._attend_pages, REST=False, FOLLOWS=False, p_present=None, p_weights=None)
+first_accesses("whole", attend._attend_pages, REST=False, FOLLOWS=False, p_present=None, p_weights=None, p_stamp=None)
 """
 
 

@@ -71,6 +71,8 @@ WRONG = {
     ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
     ("--freekv-recall", "copy-engine", "--cuda-graph-backend-decode", "full"): "--cuda-graph-backend-decode full: there is no decode",
     ("--freekv-host-memory", 0): "--freekv-host-memory 0: expected GiB above 0",
+    ("--freekv-recall-timing", 100): "--freekv-recall-timing 100: expected 0 with --device cpu, which recalls and computes in turn",
+    ("--freekv-recall-timing", 1, "--freekv-recall", "copy-engine"): "--freekv-recall-timing 1: expected 0 with --freekv-recall ",
 }
 
 
@@ -146,7 +148,7 @@ def test_defaults(outcomes):
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
         "digest": "cuboid-mean", "pooling": "softmax-mean",
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "device_cache_tokens": None, "recall": "zero-copy",
-        "host_layout": "hnd", "canary": "off",
+        "host_layout": "hnd", "canary": "off", "recall_timing": 0,
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]
