@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from paper import figures, goodput  # noqa: E402
+from paper import figures, goodput, plots  # noqa: E402
 from paper.scenarios import SCENARIOS  # noqa: E402
 from paper.sections import SECTIONS  # noqa: E402
 from paper.sections.section import Aim  # noqa: E402
@@ -32,6 +32,13 @@ def write(directory: Path, name: str, results: dict, **facts) -> Path:
     path = directory / f"paper-{name}-llama-3.1-8b.json"
     path.write_text(json.dumps({"runs": [RUN | facts], "results": results}))
     return path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are files without content: drawing takes seconds, and others draw."""
+    for name in ("bars", "stacks", "curves"):
+        monkeypatch.setattr(plots, name, lambda path, *arguments, **options: path.touch())
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def test_a_section_has_what_was_measured(latency, tmp_path):
     assert len(pictures) == 6 and all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
-def test_aims_are_held_against_the_worst(latency, tmp_path):
+def test_aims_are_held_against_the_worst(latency, tmp_path, undrawn):
     rows = {row[0].removeprefix("Llama-3.1-8B: "): row[1:] for row in (aim.row for aim in SECTIONS["latency"](latency, tmp_path).aims)}
     serial = pytest.approx(1.05)  # behind a window's step half of the link's 0.1 s
     for scenario in ("long-input at tau 0.8", "long-generation at tau 0.9", "long-both at tau 0.9"):
@@ -136,7 +143,7 @@ def test_a_goodput_stands_beside_its_bound(tmp_path):
     assert "best may be higher: FreeKV at 2." in text
 
 
-def test_the_page_begins_with_what_is_to_be_known(latency, tmp_path):
+def test_the_page_begins_with_what_is_to_be_known(latency, tmp_path, undrawn):
     """Losses stand among the takeaways, and aims behind all sections."""
     crossover = {
         "stock/8k/b64": served(8192, 64, 0.01, 100),
@@ -158,7 +165,7 @@ def test_the_page_begins_with_what_is_to_be_known(latency, tmp_path):
     assert text.rindex("## Whole answers") < text.index("## Aims") < text.index("## Reproduce") < text.index("latency.py` | a device")
 
 
-def test_the_page_is_that_of_the_results(tmp_path):
+def test_the_page_is_that_of_the_results(tmp_path, undrawn):
     committed, made = ROOT / "docs" / "speed.md", figures.sections(ROOT / "benchmarks" / "results", tmp_path)
     assert committed.exists() == bool(made)
     if made:
