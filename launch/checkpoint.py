@@ -18,6 +18,7 @@ from sglang_freekv.launch.files import MIB, MOST_NUMBER, kind_of, read_json, rea
 
 MOST_BYTES = 16 * MIB  # of a config; the largest of published models have about one
 MOST_INDEX_BYTES = MOST_HEADER_BYTES = 100 * MIB  # the format's own limit of a header
+ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)  # of a model at Hugging Face
 MOST_FILES = 100_000
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")  # that SGLang reads beside config.json
 
@@ -64,9 +65,10 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             file = _in_cache(asked)
             if file is None:
+                get = f"`hf download {asked} --include '*.json'`, or give a directory" if ID.fullmatch(asked) else "give one of these"
                 raise Refusal(
                     f"--model-path {asked[:200]}: expected a directory with config.json, such a file, or a Hugging Face id in the local "
-                    f"cache, found {reason(error)}; get it with `hf download {asked[:100]} --include '*.json'`, or give a directory"
+                    f"cache, found {reason(error)}; {get}"
                 ) from None
         config = read_json(file, MOST_BYTES)
         names = config.get("architectures") if isinstance(config, dict) else None
@@ -134,7 +136,7 @@ class Checkpoint:
 
 def _in_cache(repository: str) -> Path | None:
     """config.json of an id in Hugging Face's cache; None if it is no id or not there. Asks nobody else."""
-    if not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", repository, flags=re.ASCII):
+    if not ID.fullmatch(repository):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -16,6 +16,7 @@ from sglang_freekv.config import Refusal
 MIB = 1 << 20
 MOST_NUMBER = 1 << 53
 MOST_LAYERS = 4096
+OBJECTS = re.compile(r"^(rope_scaling|rope_parameters|(\w+_)?(text|vision|quantization)_config)$")
 COUNTED = re.compile(r"^num_(\w+_)?(layers|heads)$|^(hidden|vocab)_size$|^max_position_embeddings$")  # by whole numbers in every config
 
 
@@ -55,6 +56,8 @@ def _too_deep(source: str) -> Refusal:
 
 def _expect_in_bounds(value: Any, source: str, key: str = "") -> None:
     """No number that would keep somebody counting for ever: lists as long as a model has layers are made of configs."""
+    if OBJECTS.search(key) and not isinstance(value, dict | None):
+        raise Refusal(f"{source}: expected {key}, an object, found {json.dumps(value)[:80]}; give the model's own")
     if isinstance(value, dict):
         for name, each in value.items():
             _expect_in_bounds(each, source, name)

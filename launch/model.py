@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import tempfile
 from collections.abc import Iterator
@@ -160,10 +161,22 @@ class Model:
             return None
         try:
             with strange(self.checkpoint.file):
-                parts = weights.parts_of(self.config.hf_config)
+                parts = weights.parts_of(self._transformers_config() or self.config.hf_config)
         except Refusal:
             return None
         return None if parts is None else weights.from_parts(parts, element_bytes, quantization)
+
+    def _transformers_config(self):
+        """Of its own class, which SGLang's may differ from, with what was overridden but for positions; None where it has none."""
+        from transformers import AutoConfig
+
+        if not _transformers_knows(self.checkpoint):
+            return None
+        config = copy.deepcopy(self.checkpoint.config)
+        for name, value in json.loads(getattr(self.server, "json_model_override_args", None) or "{}").items():
+            if not name.startswith("rope_"):  # no weights, and SGLang takes less of it than transformers
+                config[name] = {**config[name], **value} if isinstance(value, dict) and isinstance(config.get(name), dict) else value
+        return AutoConfig.for_model(**config)
 
     @property
     def weight_bytes(self) -> int | None:
@@ -205,10 +218,15 @@ def _expect_transformers_takes(checkpoint: Checkpoint) -> None:
     """Raises Refusal for what transformers does not take of a type that it knows; it is imported much faster than SGLang."""
     with quiet():
         from transformers import AutoConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    if checkpoint.config.get("model_type") in CONFIG_MAPPING_NAMES:
+    if _transformers_knows(checkpoint):
         with strange(checkpoint.file):
             AutoConfig.for_model(**json.loads(json.dumps(checkpoint.config)))
+
+
+def _transformers_knows(checkpoint: Checkpoint) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return checkpoint.config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
 @contextmanager

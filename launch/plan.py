@@ -115,6 +115,11 @@ class Plan:
         return None if self.host_gib is None else self._cut(self.host_gib)
 
     @property
+    def is_known(self) -> bool:
+        """Whether both kinds of memory are."""
+        return None not in (self.host_bytes, self.device_bytes)
+
+    @property
     def most_tokens(self) -> int | None:
         return self.question.server.max_total_tokens
 
@@ -132,7 +137,7 @@ class Plan:
     @cached_property
     def requests(self) -> int:
         """As many as were asked for, or as fit; 0 if not one does. Memory that nobody knows is taken for enough, of one request."""
-        if self.asked is not None or None in (self.host_bytes, self.device_bytes):
+        if self.asked is not None or not self.is_known:
             return (self.asked or 1) if self.can_serve(self.asked or 1) else 0
         return most_that(MOST_REQUESTS, self.can_serve)
 
@@ -143,7 +148,7 @@ class Plan:
     @property
     def total_tokens(self) -> int | None:
         """``--max-total-tokens`` of the command: what was given, or what keeps digests of tokens that nobody asked for off the rows."""
-        if self.most_tokens is not None or self.requests == 0 or None in (self.host_bytes, self.device_bytes):
+        if self.most_tokens is not None or self.requests == 0 or not self.is_known:
             return self.most_tokens
         needed = self.requests * self.footprint.tokens
         running = self.question.server.max_running_requests
@@ -183,7 +188,7 @@ class Plan:
             "freekv_host_memory": None if self.host_gib is None else f"{self.host_gib:g}",
             "tp_size": self.ranks if self.ranks > 1 else None,
             "context_length": self.context_len,
-            "max_running_requests": self.question.server.max_running_requests or self.requests,
+            "max_running_requests": self.question.server.max_running_requests or (self.requests if self.asked or self.is_known else None),
             "max_total_tokens": self.total_tokens,
             "page_size": self.config.page_size if self.config.page_size != DEFAULT_PAGE_SIZE else None,
         }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
 
 import pytest
 from made_up import CONFIG, LLAMA, FakeGpu, NoGpu, model_file
+from sglang.srt.server_args import ServerArgs
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.launch import doctor
 from sglang_freekv.launch.cards import CARDS, card_of
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
+from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
 TOKEN = 2 * 8 * 128 * 2  # keys and values of one layer of Llama-3.1-8B: 4096 bytes
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
@@ -68,6 +71,10 @@ def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path):
     assert answer.tiers["weights a rank"]["all_requests"] == pytest.approx((2 * parameters + repeated) / 4, abs=1)
     assert (answer.flag("--tp-size"), answer.flag("--max-running-requests"), answer.flag("--context-length")) == ("4", "32", "131072")
     assert float(answer.flag("--freekv-host-memory")) * 4 < 1843
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    add_cli_args(None, parser)
+    assert parser.parse_args(answer.report["command"][3:]).tp_size == 4
 
 
 def test_kv_heads_are_repeated_where_there_are_more_ranks(ask, tmp_path):
@@ -135,6 +142,10 @@ def test_yarn_makes_the_context_longer(ask, tmp_path):
     longer = json.dumps({"rope_scaling": YARN, "max_position_embeddings": 131072})
     answer = ask(None, *flags, "--json-model-override-args", longer)
     assert answer.code == 0 and answer.flag("--context-length") == "131072" and answer.flag("--json-model-override-args") == longer
+    assert answer.found["weights"].figures["parameters"] == 8_030_261_248 + 32 * 2 * 128  # Qwen3 has norms of queries and keys
+    fewer = ask(None, *flags, "--json-model-override-args", json.dumps(json.loads(longer) | {"num_hidden_layers": 16}))
+    assert fewer.found["weights"].figures["parameters"] < 0.6 * answer.found["weights"].figures["parameters"]
+    assert fewer.tiers["host pool"]["per_token"] == 15 * TOKEN
 
 
 def test_capacity_by_hand(make_machine, ask):

@@ -35,6 +35,7 @@ BAD_CONFIGS = {  # what the file holds, and what is said of it
     '{"architectures": ["A"], "x": NaN}': "expected x of at most",
     json.dumps(CONFIG | {"num_hidden_layers": "many"}): 'expected num_hidden_layers, a whole number, found "many"',
     json.dumps(CONFIG | {"text_config": {"hidden_size": 0.5}}): "expected hidden_size, a whole number, found 0.5",
+    json.dumps(CONFIG | {"rope_scaling": 8}): "expected rope_scaling, an object, found 8",
     json.dumps(CONFIG | {"num_key_value_heads": -2}): "expected num_key_value_heads, a whole number, found -2",
 }
 BAD_BY_MEANING = {  # found by transformers or SGLang
@@ -53,7 +54,7 @@ BAD_BY_MEANING = {  # found by transformers or SGLang
 }
 BAD_OPTIONS = {
     ("--model-path", "nowhere"): "--model-path nowhere: expected a directory with config.json",
-    ("--model-path", "org/not-in-the-cache"): "get it with `hf download org/not-in-the-cache",
+    ("--model-path", "org/not-in-the-cache"): "found No such file or directory; `hf download org/not-in-the-cache",
     ("--model-path", "x" * 100_000): "expected a directory with config.json",
     ("--context-length", "4096"): "--context-length 4096: expected --model-path beside it, found none",
     ("--model-path", LLAMA, "--context-length", "many"): "argument --context-length: invalid count value: 'many'; see --help",
@@ -121,6 +122,20 @@ def test_a_config_of_the_wrong_meaning_is_an_answer(ask, tmp_path):
                 one_line(answer, "config.json: expected")
             elif key not in ("architectures", "torch_dtype", "quantization_config", "num_key_value_heads", "rope_scaling"):
                 assert answer.code == 1, (key, value, answer.report)
+
+
+def test_an_id_in_the_cache_is_found(ask, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--a-model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123")
+    (repository / "snapshots" / "0123").mkdir(parents=True)
+    model_file(repository / "snapshots" / "0123", {"num_hidden_layers": 2})
+    answer = ask(None, "--model-path", "org/a-model", "--gpu", 80, "--host-memory", 64)
+    assert answer.code == 0 and answer.flag("--model-path") == "org/a-model"
+    one_line(ask(None, "--model-path", "org/another"), "`hf download org/another --include '*.json'`")
 
 
 def test_code_of_a_checkpoint_is_not_run(ask, tmp_path):
