@@ -1,4 +1,4 @@
-"""Every example does what its docstring promises, against the servers that all tests share. The offline engine starts while the others run."""
+"""Every example does what its docstring promises, against the servers that all tests share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,20 @@ def start(name: str, *arguments: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """What it printed. Nothing of it runs on after that."""
+    """What it printed."""
     try:
         printed, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-3000:]
         return printed
     finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End it and what it started, if any of that still runs."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run(name: str, *arguments: str) -> str:
@@ -55,9 +60,10 @@ def assert_all_right(printed: str, answers: int) -> None:
 
 @pytest.fixture(scope="module")
 def engine():
+    """The offline example, which starts while the others run."""
     process = start("offline_engine.py", "--documents", "2", "--tokens", "1500", "--host-memory", "0.5")
     yield process
-    process.kill()
+    end(process)
 
 
 def test_an_agents_turns_compute_their_new_tokens_alone(engine, fleet):
