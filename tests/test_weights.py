@@ -163,3 +163,10 @@ def test_a_description_beside_the_config_counts(ask, tmp_path):
     answer = ask(None, "--model-path", path, "--gpu", 8)
     half = ELEMENTS // 2
     assert answer.found["weights"].figures["bytes"] == half // 2 + half // 16 + 8 * 7 + 2 * half + REST, answer.err
+
+
+def test_embeddings_that_are_the_head_count_once(ask, tmp_path):
+    apart, tied = (
+        ask(None, "--model-path", model_file(tmp_path, SMALL | {"tie_word_embeddings": tied}), "--gpu", 8) for tied in (False, True)
+    )
+    assert apart.found["weights"].figures["bytes"] - tied.found["weights"].figures["bytes"] == 2 * 1000 * 256
