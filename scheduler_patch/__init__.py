@@ -2,8 +2,8 @@
 """Every SGLang symbol that this package hooks, with its reason.
 
 ``FRONT`` is attached when SGLang loads its plugins: these hooks carry arguments, and with ``--kv-retrieval none`` they pass
-everything through unchanged. ``LAUNCHER`` is attached in the process of the HTTP server or ``Engine``, and ``SCHEDULER`` (with
-``SCHEDULER_ON_CPU``) in every scheduler process, when an engine with ``--kv-retrieval`` starts.
+everything through unchanged. ``LAUNCHER`` is attached in the process of the HTTP server or ``Engine``, and ``SCHEDULER`` in every
+scheduler process, when an engine with ``--kv-retrieval`` starts; what ends in ``_ON_CPU`` only with ``--device cpu``.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ LAUNCHER = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "self obj input_ids",
         AFTER, "requests:refuse_bad_request",
         "a token id outside the vocabulary, or a flag that is no flag, is a client's mistake and must not end the server",
+    ),
+)
+
+LAUNCHER_ON_CPU = (
+    Patch(
+        "sglang.srt.function_call.utils._get_tool_schema", "tool", AFTER, "grammars:tool_schema",
+        "llguidance takes a schema by the standard, xgrammar takes one with properties for an object",
     ),
 )
 
@@ -158,6 +165,15 @@ SCHEDULER = (
 )
 
 SCHEDULER_ON_CPU = (
+    Patch(
+        "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask", "logits vocab_mask", REPLACE, "grammars:apply_mask",
+        "llguidance's is compiled when first used, and the scheduler waits for half a minute",
+    ),
+    Patch(
+        "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_structural_tag", "self key_string",
+        AROUND, "grammars:required_tags",
+        "of tags that a required tool call must have, SGLang makes a grammar that allows text alone",
+    ),
     Patch(
         "sglang.srt.utils.common.support_triton", "backend", AROUND, "cpu:support_triton",
         "SGLang takes a backend name that it does not know for one that runs Triton",

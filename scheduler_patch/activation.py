@@ -13,6 +13,8 @@ def in_launcher(cls, server_args, *args, **kwargs) -> None:
     if getattr(server_args, "_freekv", None) is not None:
         verify(scheduler_patch.FRONT)
         apply(scheduler_patch.LAUNCHER)
+        if server_args.device == "cpu":
+            apply(scheduler_patch.LAUNCHER_ON_CPU)
 
 
 def in_scheduler(server_args, *args, **kwargs) -> None:

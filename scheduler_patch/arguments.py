@@ -115,8 +115,7 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
             )
         cpu.prepare_process()
         if asked.grammar_backend is None:
-            logger.warning("--device cpu: structured output is off, because SGLang 0.5.17 masks logits on GPUs only")
-            kwargs["grammar_backend"] = "none"
+            kwargs["grammar_backend"] = "llguidance"  # SGLang's default, xgrammar, masks logits on GPUs only
     kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_prefill_cuda_graph=True)
     if asked.device == "cpu" or config.recall == "copy-engine":  # its copies are issued by a host that has read the list of misses
         if asked.cuda_graph_backend_decode == "full":

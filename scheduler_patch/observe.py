@@ -106,6 +106,7 @@ def describe(info: dict, scheduler) -> None:
 def internal_state(output, scheduler, recv_req) -> None:
     """AFTER the scheduler reports its state: what retrieval has done so far."""
     observer = _observer(scheduler)
+    del output.internal_state["_freekv"]  # SGLang tells every attribute of ServerArgs
     state = observer.state()
     if observer.quarantine is not None:
         state["canary"] = observer.quarantine.as_dict()

@@ -103,7 +103,7 @@ def imported(*directories: str) -> set[str]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             found |= {name.split(".")[0] for name in names}
-    ours = {path.stem for directory in ("benchmarks", "tests", "launch/cpu_shim") for path in (ROOT / directory).rglob("*")}
+    ours = {path.stem for directory in ("benchmarks", "examples", "tests", "launch/cpu_shim") for path in (ROOT / directory).rglob("*")}
     others = found - ours - set(sys.stdlib_module_names) - {"sglang_freekv"}
     return {canonicalize_name(distributions.get(name, [name])[0]) for name in others}
 
@@ -113,7 +113,7 @@ def test_what_is_imported_is_declared():
     declared = {canonicalize_name(Requirement(text).name) for text in PYPROJECT["project"]["dependencies"]}
     assert imported(*DIRECTORIES.values()) == declared
     extras = [text for texts in PYPROJECT["project"]["optional-dependencies"].values() for text in texts]
-    assert imported("benchmarks", "tests") <= declared | {canonicalize_name(Requirement(text).name) for text in extras}
+    assert imported("benchmarks", "examples", "tests") <= declared | {canonicalize_name(Requirement(text).name) for text in extras}
 
 
 def test_files_that_the_sources_name_exist():

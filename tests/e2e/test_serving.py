@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, cpu_environment, freekv
 
 from sglang_freekv.metrics import METRICS
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"page": {"enum": [5, 17]}, "unit": {"enum": ["token", "page"]}},
+    "required": ["page", "unit"],
+    "additionalProperties": False,
+}
+
+
+def are_arguments(found) -> bool:
+    return found.keys() == {"page", "unit"} and found["page"] in (5, 17) and found["unit"] in ("token", "page")
 
 
 def a_document(length: int = 2048, seed: int = 3):
@@ -119,9 +132,43 @@ def test_server_info_and_metrics(fleet):
         assert f"# HELP {metric.name} {metric.text}" in page and f"# TYPE {metric.name} {metric.kind}" in page
 
 
+@pytest.mark.parametrize(
+    ("constraint", "is_met"),
+    [
+        ({"regex": "[0-9]{3}-[a-c]{4}"}, lambda text: re.fullmatch("[0-9]{3}-[a-c]{4}", text)),
+        ({"ebnf": 'root ::= "yes" | "no"'}, lambda text: text in ("yes", "no")),
+        ({"json_schema": json.dumps(ARGUMENTS)}, lambda text: are_arguments(json.loads(text))),
+    ],
+    ids=["regex", "grammar", "JSON schema"],
+)
+def test_structured_output(fleet, constraint, is_met):
+    sampling = {"max_new_tokens": 60, "temperature": 0} | constraint
+    prompts = ["Answer:", "The magic number", "Once", "7"]
+    answers = fleet.small.post("/generate", {"text": prompts, "sampling_params": sampling})
+    assert all(is_met(answer["text"]) for answer in answers), answers
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}], ids=["required", "named"])
+def test_a_required_tool_call(fleet, choice):
+    function = {"name": "look_up", "parameters": ARGUMENTS, "strict": True}
+    body = {"model": "needle", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 80, "temperature": 0}
+    body |= {"tools": [{"type": "function", "function": function}], "tool_choice": choice, "parallel_tool_calls": False}
+    message = fleet.small.post("/v1/chat/completions", body)["choices"][0]["message"]
+    assert message["tool_calls"], message
+    assert all(call["function"]["name"] == "look_up" for call in message["tool_calls"])
+    assert all(are_arguments(json.loads(call["function"]["arguments"])) for call in message["tool_calls"])
+    [call] = json.loads(fleet.covering.post("/v1/chat/completions", body)["choices"][0]["message"]["content"])  # without a parser
+    assert call.keys() == {"name", "parameters"} and call["name"] == "look_up" and are_arguments(call["parameters"])
+
+
+def test_the_config_is_told_once(fleet):
+    told = [json.dumps(fleet.small.get(path)) for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info")]
+    assert not any("_freekv" in text for text in told) and "_freekv" not in fleet.small.log.read_text()
+
+
 def test_the_activation_line(fleet):
     line = next(line for line in fleet.small.log.read_text().splitlines() if "KV retrieval is on" in line)
-    for fact in ("budget 512 tokens", "131072 tokens", "8 requests", "GiB", "dense layers [0]"):
+    for fact in ("freekv on cpu", "budget 512 tokens", "131072 tokens", "8 requests", "GiB", "dense layers [0]"):
         assert fact in line
 
 
@@ -169,9 +216,6 @@ def test_a_prompt_that_fills_the_pool_is_served_or_refused_but_never_waits_for_e
         for longer in (1, 32, 57):
             with pytest.raises(RuntimeError, match="answered 400"):
                 server.generate(prompt + [7] * longer, 8)
-        with pytest.raises(RuntimeError, match="answered 400"):
-            body = {"max_new_tokens": 8, "temperature": 0, "json_schema": '{"type": "object"}'}
-            server.post("/generate", {"text": "Answer in JSON:", "sampling_params": body})
         assert len(server.generate(prompt[:64], 8)["output_ids"]) == 8
 
 

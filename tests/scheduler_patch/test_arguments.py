@@ -241,5 +241,5 @@ def test_copies_of_server_args_keep_the_config(outcomes):
 
 def test_a_machine_without_a_gpu_serves_on_its_cpu(outcomes):
     outcome = outcomes["no device"]
-    assert outcome["settings"]["device"] == "cpu"
+    assert outcome["settings"]["device"] == "cpu" and outcome["fields"]["grammar_backend"] == "'llguidance'"
     assert outcome["environment"]["SGLANG_USE_CPU_ENGINE"] == "1" and "cpu_shim" in outcome["environment"]["PYTHONPATH"]

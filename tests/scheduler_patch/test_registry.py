@@ -77,7 +77,8 @@ def test_without_retrieval_nothing_is_attached(monkeypatch):
 
 
 def test_every_patch_says_why_and_is_listed_once():
-    tables = (scheduler_patch.FRONT, scheduler_patch.LAUNCHER, scheduler_patch.SCHEDULER, scheduler_patch.SCHEDULER_ON_CPU)
+    names = ("FRONT", "LAUNCHER", "LAUNCHER_ON_CPU", "SCHEDULER", "SCHEDULER_ON_CPU")
+    tables = [getattr(scheduler_patch, name) for name in names]
     hooked = [(patch.target, patch.kind) for table in tables for patch in table]  # SGLang warns of two of a kind on one target
     assert len(set(hooked)) == len(hooked)
     assert all(patch.why and patch.load() for table in tables for patch in table)
