@@ -62,14 +62,71 @@ LAUNCHER = (
         "where meta_info is, for an answer that asks for it",
     ),
     Patch(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request",
-        BEFORE, "requests:refuse_too_many_answers",
-        "a request for 2 ** 31 answers is made into as many requests at once, which ends the server",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request", BEFORE, "fields:refuse_unanswered",
+        "a request with the name of a health check is dropped by a busy scheduler, and its client waits for ever",
     ),
     Patch(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "self obj input_ids",
-        AFTER, "requests:refuse_bad_request",
-        "a token id outside the vocabulary, or a flag that is no flag, is a client's mistake and must not end the server",
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "self", AROUND, "fields:normalize",
+        "fields of a wrong type or width, or only SGLang's own to set, are a client's mistake and must not end the server",
+    ),
+    Patch(
+        "sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", "self", AROUND, "fields:normalize",
+        "the same, of requests for embeddings",
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        "self obj input_text input_ids input_embeds mm_inputs token_type_ids", AROUND, "fields:tokenize",
+        "the same, of what only the model's config can tell; and embeddings as input must be able to share a batch",
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request", "self obj",
+        AROUND, "fields:awaited_as_clients_mistake",
+        "what cannot be tokenized is a client's mistake",
+    ),
+    *(
+        Patch(
+            f"sglang.srt.entrypoints.openai.{module}._convert_to_internal_request", "self request raw_request",
+            AROUND, "fields:as_clients_mistake",
+            "what cannot be read of a request of the OpenAI API is a client's mistake",
+        )
+        for module in ("serving_chat.OpenAIServingChat", "serving_completions.OpenAIServingCompletion")
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.slow_down", "self obj request",
+        BEFORE, "controls:refuse_long_sleep",
+        "the scheduler sleeps as long as it is told, and ends of a time that is no number",
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation", "self obj request",
+        BEFORE, "controls:refuse_release",
+        "a busy scheduler ends of it, and FreeKV's pools are not released",
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation", "self obj request",
+        BEFORE, "controls:refuse_release",
+        "the scheduler ends of it where nothing was released",
+    ),
+    *(
+        Patch(
+            f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{verb}_expert_distribution_record", "self",
+            BEFORE, "controls:refuse_recording",
+            "a scheduler without a recorder ends of it",
+        )
+        for verb in ("start", "stop", "dump")
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin._execute_profile", "self req", AROUND, "controls:profile",
+        "that a profile runs already is a client's mistake",
+    ),
+    Patch(
+        "fastapi.routing.solve_dependencies", None, AROUND, "fields:awaited_as_clients_mistake",
+        "a validator of SGLang's that takes a field for a dict raises what FastAPI answers with status 500",
+    ),
+    Patch(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog execute_warmup_func launch_callback",
+        BEFORE, "controls:answer_client_mistakes",
+        "a ValueError that an endpoint lets through is a client's mistake",
     ),
 )
 
@@ -161,6 +218,50 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", BEFORE, "observe:rest_when_idle",
         "check_integrity of the pools, and /metrics up to date, before an idle server sleeps",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request", "self recv_req", AROUND, "hardening:take_in",
+        "an exception about one request is its answer, and ends nobody else's",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler.validate_input_length", "req max_req_input_len allow_auto_truncate",
+        AFTER, "hardening:refuse_empty",
+        "a session's first request may have no tokens",
+    ),
+    Patch(
+        "sglang.utils.TypeBasedDispatcher.__call__", "self obj", AROUND, "hardening:answer_control",
+        "an exception about one control request is its answer",
+    ),
+    Patch(
+        "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
+        "logprobs token_ids_logprobs_list stage extend_logprob_pruned_lens_cpu no_copy_to_cpu", AFTER, "hardening:even_values",
+        "requests with and without token_ids_logprob share a batch",
+    ),
+    Patch(
+        "sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor.from_str", "json_str", AROUND, "hardening:load_processor",
+        "a client's processor that raises ends its request alone",
+    ),
+    Patch(
+        "sglang.srt.layers.sampler.Sampler._preprocess_logits", "self logits sampling_info", AFTER, "hardening:keep_finite",
+        "a request's options may leave no token that can be sampled",
+    ),
+    Patch(
+        "sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "self new_accepted_len", AROUND, "hardening:find_stop_regex",
+        "a regular expression may search for ever",
+    ),
+    Patch(
+        "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch", "self key require_reasoning",
+        AROUND, "hardening:compile_grammar",
+        "a panic of a grammar's compiler passes SGLang's except clauses",
+    ),
+    Patch(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode", "self", BEFORE, "hardening:forget_overrides",
+        "overridden embeddings of a prompt would keep all decode steps off the graph",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager._profile_batch_predicate", "self batch",
+        AROUND, "hardening:profile",
+        "a profile that cannot be written ends the step it is made of",
     ),
 )
 

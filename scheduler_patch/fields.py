@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fields of a request may hold. SGLang 0.5.17 declares it, hands on what comes, and its scheduler ends of the rest.
+
+The types are read from SGLang's own structs. `RANGES` adds the width and the range that the tensor behind a number has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import regex
+import torch
+from fastapi import HTTPException
+from fastapi.exceptions import ValidationException
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
+MOST_ANSWERS = 1024
+MOST_LOGPROBS = 1 << 24  # values of one request; in Python each takes some 70 bytes in three processes
+MOST_EMBEDDING = 1e4  # its square still sums up in float32, and it fits float16
+JSON_TYPES = (bool, int, float, str, list, dict)
+UNREADABLE = "the request cannot be read ({kind}: {error}); compare its fields with SGLang's documentation of requests"
+HEALTH_RID, HEALTH_PATHS = "HEALTH_CHECK", ("/health", "/health_generate")
+ANSWERED = (ValueError, HTTPException, ValidationException)  # each with status 400, or with its own
+
+SET_BY_SGLANG = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+SAMPLING = {field.name: field.type for field in msgspec.structs.fields(SamplingParams) if field.name not in SET_BY_SGLANG}
+TOKENIZED = {field.name: field.type for field in msgspec.structs.fields(TokenizedGenerateReqInput) if field.name != "sampling_params"}
+SESSION = msgspec.defstruct(  # as it comes in JSON; SGLang's own is an array
+    "SessionParams", [(field.name, field.type, None) for field in msgspec.structs.fields(SessionParams)], forbid_unknown_fields=True
+)
+RANGES = {  # of sampling_params: least, most, and what more or less does to a stock server
+    "n": (1, MOST_ANSWERS, "as many requests are made at once"),
+    "top_k": (-1, INT32, "it ends in a tensor of 32 bits"),
+    "min_new_tokens": (0, INT32, "it ends in a tensor of 32 bits"),
+    "max_new_tokens": (0, INT64, "it is a number of 64 bits"),
+    "sampling_seed": (-INT64 - 1, INT64, "it ends in a tensor of 64 bits"),
+    "stream_interval": (1, INT32, "answers are streamed every so many tokens"),
+    "temperature": (0, 1e6, "logits are divided by it in float32"),
+    "top_p": (1e-30, 1, "it ends in a tensor of float32"),
+    "min_p": (0, 1, "it is a probability"),
+    "repetition_penalty": (1e-6, 2, "logits are divided by it in float32"),
+}
+MOST_BIAS = 1e30
+OF_SGLANG = {  # fields by which its processes and its disaggregated servers talk to each other: why none comes from a client
+    "http_worker_ipc": "SGLang sets it", "lora_id": "SGLang sets it, from lora_path", "positional_embed_overrides": "no JSON makes it",
+    "need_wait_for_mm_inputs": "SGLang sets it", "num_items_assigned": "SGLang sets it", "mm_data_mooncake": "SGLang sets it",
+    "encoder_urls": "SGLang sets it", "multi_item_delimiter_indices": "SGLang sets it, in scoring",
+} | dict.fromkeys(  # with the host of a stand-in, a stock server loses the pages of a prompt longer than a chunk (sglang#36855)
+    ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank"),
+    "this server is not disaggregated",
+)  # fmt: skip
+
+
+def refuse_unanswered(manager, obj, request=None) -> None:
+    """BEFORE a request is taken: what a scheduler answers with status 503, or, where its name is that of a health check, never."""
+    rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+    if isinstance(obj, GenerateReqInput) and obj.priority is not None and not manager.server_args.enable_priority_scheduling:
+        if manager.server_args.abort_on_priority_when_disabled:
+            raise ValueError("priority: expected none without --enable-priority-scheduling; leave it out, or start the server with it")
+    if request is not None and request.url.path not in HEALTH_PATHS:
+        if any(str(rid).startswith(HEALTH_RID) for rid in rids):
+            raise ValueError(f"rid: found one that starts with {HEALTH_RID}, which SGLang's health checks do; choose another")
+
+
+def normalize(original: Callable, obj) -> None:
+    """AROUND SGLang makes one request of each prompt and answer: its fields are looked at before, and each must have them all after.
+
+    Raises:
+        ValueError: the message names the field; SGLang answers with status 400 and the message.
+    """
+    generates = isinstance(obj, GenerateReqInput)
+    if generates:
+        for name, reason in OF_SGLANG.items():
+            if isinstance(getattr(obj, name, None), JSON_TYPES):
+                raise ValueError(f"{name}: expected none, because {reason}; leave it out")
+        asked = obj.sampling_params
+        for params in asked if isinstance(asked, list) else [asked or {}]:
+            _check_sampling(params)
+    as_clients_mistake(original, obj)
+    if not all(isinstance(rid, str) for rid in ([obj.rid] if obj.is_single else obj.rid)):
+        raise ValueError(f"rid: expected {'a string' if obj.is_single else 'a string for each prompt'}, found {str(obj.rid)[:80]}")
+    if generates and not obj.is_single:
+        as_clients_mistake(lambda: [obj[i] for i in range(obj.batch_size)])
+        vars(obj).pop("_sub_obj_cache", None)  # SGLang still changes the request before it takes its parts
+
+
+def tokenize(original: Callable, manager, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None):
+    """AROUND SGLang makes what the scheduler receives: nothing that would end it, and all requests with it.
+
+    Embeddings become overrides of tokens at positions, which SGLang can mix with other requests in a batch; lists of embeddings it cannot.
+
+    Raises:
+        ValueError: as `normalize`.
+    """
+    generates = isinstance(obj, GenerateReqInput)
+    overrides = None
+    if generates:
+        if input_embeds is not None:
+            overrides = _overrides(obj, input_embeds, manager.model_config.hidden_size)
+            input_ids, input_embeds = [1] * len(overrides.positions), None
+        _check_request(manager.model_config, obj, input_ids)
+    tokenized = as_clients_mistake(original, manager, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids)
+    if generates:
+        for name, kind in TOKENIZED.items():
+            _check_type(name, getattr(tokenized, name), kind)
+        if overrides is not None:
+            tokenized.positional_embed_overrides = overrides
+    return tokenized
+
+
+def as_clients_mistake(call: Callable, *args, **kwargs) -> Any:
+    """AROUND SGLang only reads a request: what it raises, as the ValueError that it answers with status 400."""
+    try:
+        return call(*args, **kwargs)
+    except ANSWERED:
+        raise
+    except Exception as error:
+        raise ValueError(UNREADABLE.format(kind=type(error).__name__, error=error)) from error
+
+
+async def awaited_as_clients_mistake(original: Callable, *args, **kwargs) -> Any:
+    """AROUND the same, where SGLang waits."""
+    try:
+        return await original(*args, **kwargs)
+    except ANSWERED:
+        raise
+    except Exception as error:
+        raise ValueError(UNREADABLE.format(kind=type(error).__name__, error=error)) from error
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Nobody sends other types than JSON's over HTTP: an Engine's caller knows what it does."""
+    if type(value) not in JSON_TYPES:
+        return
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{name} is {str(value)[:80]!r}: {error}; send it as SGLang's documentation of requests has it") from None
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int) and not -INT64 - 1 <= number <= INT64:
+            raise ValueError(f"{name}: expected a number of 64 bits, found one of {number.bit_length()}; send a smaller one")
+
+
+def _check_sampling(params: dict[str, Any]) -> None:
+    if "n" in params and params["n"] is None:  # SGLang takes null for the default of every other field
+        del params["n"]
+    for name, value in params.items():
+        if name not in SAMPLING:
+            raise ValueError(f"sampling_params: found {name!r}, expected one of {', '.join(SAMPLING)}; leave it out")
+        _check_type(name, value, SAMPLING[name])
+        if name in RANGES and isinstance(value, int | float):
+            least, most, reason = RANGES[name]
+            if not least <= value <= most:
+                raise ValueError(f"sampling_params: {name} is {value}, expected {least} to {most}, because {reason}")
+    for token, bias in (params.get("logit_bias") or {}).items():
+        if not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise ValueError(f"logit_bias: that of token {token} is {bias}, expected {-MOST_BIAS:g} to {MOST_BIAS:g}")
+    patterns = params.get("stop_regex") or []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            regex.compile(pattern)
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"stop_regex: {pattern[:80]!r} is no regular expression: {error}; mend it") from None
+
+
+def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) -> None:
+    vocabulary = model.vocab_size  # of what is answered; a model that answers in another than it reads has two
+    known = max(vocabulary, getattr(model.hf_text_config, "vocab_size", None) or 0)
+    if input_ids is not None and not len(input_ids) and not obj.session_params:
+        raise ValueError("input_ids: found no token, expected at least one; send a prompt")
+    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
+        wrong = min(input_ids) if min(input_ids) < 0 else max(input_ids)
+        raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {known - 1}; check the tokenizer")
+    _check_type("session_params", obj.session_params, SESSION)
+    session = obj.session_params or {}
+    if session.get("replace") and session.get("rid") is None:
+        raise ValueError("session_params: replace without rid ends SGLang 0.5.17; send the rid of the request to replace, or open a session")
+    for name in ("return_logprob", "top_logprobs_num", "logprob_start_len", "token_ids_logprob"):
+        _check_type(name, getattr(obj, name), TOKENIZED[name])
+    most, start = obj.top_logprobs_num or 0, obj.logprob_start_len or 0
+    if not 0 <= most <= vocabulary:
+        raise ValueError(f"top_logprobs_num is {most}, expected 0 to the {vocabulary} tokens of the vocabulary")
+    if start < -1:
+        raise ValueError(f"logprob_start_len is {start}, expected a position in the prompt, or -1 for none of it")
+    for name, ids in ("token_ids_logprob", obj.token_ids_logprob), ("stop_token_ids", obj.sampling_params.get("stop_token_ids")):
+        if wrong := [number for number in ids or () if not 0 <= number < vocabulary]:
+            raise ValueError(f"{name}: token id {wrong[0]} is out of range, expected 0 to {vocabulary - 1}; check the tokenizer")
+    prompt = max(0, len(input_ids or ()) - start) if start >= 0 else 0
+    answer = obj.sampling_params.get("max_new_tokens", 128)
+    positions = prompt + (model.context_len if answer is None else min(answer, model.context_len))
+    if obj.return_logprob and (values := positions * (most + len(obj.token_ids_logprob or ()))) > MOST_LOGPROBS:
+        raise ValueError(
+            f"return_logprob: found {values} values asked for at {positions} positions, expected at most {MOST_LOGPROBS}; lower "
+            "top_logprobs_num, token_ids_logprob or max_new_tokens, or raise logprob_start_len"
+        )
+
+
+def _overrides(obj: GenerateReqInput, rows: list[list[float]], width: int) -> PositionalEmbeds:
+    """Embeddings [tokens, width] float32 that stand for the tokens of a prompt."""
+    if obj.session_params:
+        raise ValueError("input_embeds: a session goes on from tokens, not from embeddings; leave out session_params")
+    widths = {len(row) for row in rows}
+    if widths != {width}:
+        raise ValueError(f"input_embeds: found rows of {sorted(widths)[:4]} numbers, expected {width}, the model's hidden size")
+    embeds = torch.tensor(rows, dtype=torch.float32)
+    if not (embeds.abs() <= MOST_EMBEDDING).all():
+        raise ValueError(f"input_embeds: expected numbers from {-MOST_EMBEDDING:g} to {MOST_EMBEDDING:g}, found others; scale them")
+    return PositionalEmbeds(embeds=embeds, positions=list(range(len(rows))))

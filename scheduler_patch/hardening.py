@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a stock SGLang 0.5.17, mended until SGLang mends it: each function stands for one weakness, and can go with it.
+
+| function | the weakness, and where SGLang has it | thread |
+|---|---|---|
+| even_values | a batch mixes requests with and without token_ids_logprob: a list has no tolist (layers/logprob_processor.py) | #34719, #35705 |
+| take_in, refuse_empty | an exception about one request ends the event loop (managers/scheduler.py, handle_generate_request) | |
+| answer_control | the same of one control request (process_input_requests) | |
+| load_processor | a custom logit processor that raises, alone or because requests are mixed (layers/sampler.py) | |
+| keep_finite | biases, penalties, grammars and processors make logits of which no token can be sampled (layers/sampler.py) | |
+| find_stop_regex | a regular expression that backtracks for ever holds the scheduler (managers/schedule_batch.py) | #28203 |
+| compile_grammar | a panic of a grammar's compiler is no Exception (constrained/grammar_manager.py) | |
+| forget_overrides | overridden embeddings of a prefill keep its decode steps off the graph (managers/schedule_batch.py) | |
+| profile | a profile that cannot be written ends the forward pass (scheduler_components/profiler_manager.py) | |
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import regex
+import torch
+from sglang.srt.layers.logprob_processor import LogprobStage
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    RpcReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_REGEX, Req
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+REGEX_SECONDS = 0.5
+MOST_LOGIT = 1e30  # divided by the least temperature, 1e-6, it is still a float32
+NOT_CONTAINED = (  # work: its exceptions are ours, or take_in has answered them
+    TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedEmbeddingReqInput,
+    PauseGenerationReqInput, ContinueGenerationReqInput, FlushCacheReqInput, AbortReq, RpcReqInput,
+)  # fmt: skip
+
+
+def even_values(result: tuple, logprobs: torch.Tensor, token_ids_logprobs_list, stage: LogprobStage, no_copy_to_cpu: bool = False, **kwargs):
+    """AFTER the logprobs of chosen token ids: no values are an empty tensor among tensors, where SGLang has an empty list."""
+    values, ids = result
+    if stage == LogprobStage.DECODE and no_copy_to_cpu:
+        values = [value if torch.is_tensor(value) else logprobs.new_empty(0) for value in values]
+    return values, ids
+
+
+def take_in(original: Callable, scheduler, recv_req: TokenizedGenerateReqInput) -> None:
+    """AROUND one request is received: what it raises is its answer, with status 400."""
+    try:
+        if recv_req.custom_logit_processor is not None:
+            CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
+            if recv_req.sampling_params.custom_params is None:
+                recv_req.sampling_params.custom_params = {}  # SGLang puts the request there, so that its processor can end it
+        original(scheduler, recv_req)
+    except (Exception, SystemExit) as error:
+        logger.error("request %s cannot be taken in", recv_req.rid, exc_info=True)
+        _refuse(scheduler, recv_req, f"the request cannot be taken in ({type(error).__name__}: {error}); check its fields")
+
+
+def refuse_empty(error: str | None, req: Req, *args, **kwargs) -> str | None:
+    """AFTER a prompt's length is looked at: of a session's first request nobody knows earlier that it has no tokens."""
+    return error or (None if len(req.origin_input_ids) else "input_ids: found no token, expected at least one; send a prompt")
+
+
+def _refuse(scheduler, recv_req: TokenizedGenerateReqInput, message: str) -> None:
+    """Answers as SGLang does when a session does not exist: by a request of one token that is aborted in its first step."""
+    params = SamplingParams(max_new_tokens=0)
+    params.normalize(None)
+    req = Req(
+        recv_req.rid, None, array("q", [0]), params, stream=recv_req.stream,
+        vocab_size=scheduler.model_config.vocab_size, http_worker_ipc=recv_req.http_worker_ipc,
+    )  # fmt: skip
+    req.tokenizer = scheduler.tokenizer
+    req.set_finish_with_abort(message)
+    scheduler.init_req_max_new_tokens(req)
+    scheduler._add_request_to_queue(req)
+
+
+def answer_control(original: Callable, dispatcher, obj: Any) -> Any:
+    """AROUND one message is handled: a control request that raises is answered that it failed."""
+    if isinstance(obj, NOT_CONTAINED):
+        return original(dispatcher, obj)
+    try:
+        return original(dispatcher, obj)
+    except Exception as error:
+        logger.error("%s failed", type(obj).__name__, exc_info=True)
+        return _failure(obj, f"{type(error).__name__}: {error}")
+
+
+def _failure(request: Any, message: str) -> Any:
+    """The answer that SGLang waits for, by its rule for the names of messages; None if it waits for none."""
+    kind = getattr(io_struct, type(request).__name__.removesuffix("Input") + "Output", None)
+    if kind is None:
+        return None
+    told = {"success": False, "updated": False, "message": message, "error_message": message, "parameter": None, "internal_state": {}}
+    told["session_id"] = getattr(request, "session_id", None)
+    return kind(**{field.name: told[field.name] for field in msgspec.structs.fields(kind) if field.name in told})
+
+
+def load_processor(original: Callable, cls: type, json_str: str) -> Callable:
+    """AROUND a custom logit processor is loaded, anew for every prefill."""
+    processor = original(cls, json_str)
+    if not callable(processor):
+        raise ValueError(f"custom_logit_processor: expected a class whose objects can be called, found {type(processor).__name__}")
+    return _Processor(processor)
+
+
+class _Processor:
+    """A client's processor: where it raises for all its requests together, each has its own call, and those that raise end."""
+
+    def __init__(self, processor: Callable) -> None:
+        self._processor = processor
+
+    def __call__(self, logits: torch.Tensor, params: list[dict]) -> torch.Tensor:
+        """Logits [B, vocabulary] of the requests that have this processor, and the custom_params of each."""
+        try:
+            return self._checked(logits.clone(), params)
+        except Exception:
+            rows = [self._alone(logits[row : row + 1], params[row]) for row in range(len(params))]
+            return torch.cat(rows)
+
+    def _alone(self, logits: torch.Tensor, params: dict) -> torch.Tensor:
+        try:
+            return self._checked(logits.clone(), [params])
+        except Exception as error:
+            _end(params["__req__"], f"custom_logit_processor: it raised {type(error).__name__}: {error}; mend it, or its custom_params")
+            return logits
+
+    def _checked(self, logits: torch.Tensor, params: list[dict]) -> torch.Tensor:
+        shape, result = logits.shape, self._processor(logits, params)
+        if not torch.is_tensor(result) or result.shape != shape:
+            raise ValueError(f"it returned {getattr(result, 'shape', type(result).__name__)}, expected logits {tuple(shape)}")
+        return result
+
+
+def _end(req: Req, message: str) -> None:
+    """Has a running request finish in its next step, with status 400."""
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+
+
+def keep_finite(logits: torch.Tensor, sampler, _, sampling_info) -> torch.Tensor:
+    """AFTER logits are ready for sampling: those that a request's options changed can be sampled; a model's own stay as they are."""
+    info = sampling_info
+    options = (info.logit_bias, info.acc_additive_penalties, info.acc_scaling_penalties, info.grammar_mask)
+    penalizers = info.penalizer_orchestrator
+    if info.has_custom_logit_processor or any(option is not None for option in options) or (penalizers and penalizers.is_required):
+        torch.nan_to_num_(logits, nan=-MOST_LOGIT, posinf=MOST_LOGIT, neginf=-MOST_LOGIT)
+    return logits
+
+
+def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> bool:
+    """AROUND an answer is searched for its stop strings: regular expressions have half a second a step."""
+    params = req.sampling_params
+    if not params.stop_regex_strs:
+        return original(req, new_accepted_len)
+    patterns, params.stop_regex_strs = params.stop_regex_strs, []
+    try:
+        if original(req, new_accepted_len):
+            return True
+    finally:
+        params.stop_regex_strs = patterns
+    text = req.tail_str(new_accepted_len)
+    for pattern in patterns:
+        try:
+            found = regex.search(pattern, text, timeout=REGEX_SECONDS)
+        except (TimeoutError, regex.error) as error:
+            message = f"stop_regex: {pattern[:80]!r} took {REGEX_SECONDS:g} s without an end ({type(error).__name__}); simplify it"
+            req.finished_reason = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            return True
+        if found:
+            req.finished_reason, req.finished_len = FINISHED_MATCHED_REGEX(matched=pattern), len(req.output_ids)
+            return True
+    return False
+
+
+def compile_grammar(original: Callable, backend, key: tuple[str, str], require_reasoning: bool) -> Any:
+    """AROUND a grammar is compiled: whatever its compiler raises is an Exception, which SGLang answers with status 400."""
+    try:
+        return original(backend, key, require_reasoning)
+    except Exception:
+        raise
+    except BaseException as panic:
+        raise RuntimeError(f"{type(panic).__name__}: {panic}") from None
+
+
+def forget_overrides(batch) -> None:
+    """BEFORE a decode step: overridden embeddings are those of the prompt."""
+    batch.replace_embeds = batch.replace_positions = None
+
+
+def profile(original: Callable, profiler, batch) -> None:
+    """AROUND the profiler looks at a batch: what it raises ends the profile."""
+    try:
+        original(profiler, batch)
+    except Exception:
+        logger.error("the profile failed", exc_info=True)
+        profiler.profile_in_progress = profiler.profile_by_stage = False
+        profiler.profiler_start_forward_ct = profiler.profiler_target_forward_ct = None
