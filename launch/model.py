@@ -113,7 +113,7 @@ class Model:
 
         defaults = {flag.name: flag.allowed[0] for flag in refusals.FLAGS} | dict.fromkeys(refusals.COUNTS)
         defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=CHUNK_TOKENS, grammar_backend=None)
-        defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None)
+        defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None)
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
         asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size))
         asked.get_model_config = lambda: self.config

@@ -199,6 +199,10 @@ RESOLVED_RULES = (
         "--freekv-dense-layers {dense}: expected at least one layer left to compress; name fewer, " + OFF,
     ),
     Rule(
+        lambda s, m, c: s.device == "cpu" and s.enable_lora,
+        "--enable-lora: SGLang 0.5.17 pins memory for adapters, which takes a GPU; leave it and --lora-paths out, or use --device cuda",
+    ),
+    Rule(
         lambda s, m, c: s.device == "cpu" and s.tp_size > 1,
         "--tp-size {s.tp_size}: SGLang 0.5.17 starts one rank only with --device cpu; leave it out, or use --device cuda",
     ),

@@ -80,6 +80,12 @@ class TestServer(Server):
             raise RuntimeError(f"the server {'logged an error' if self.is_alive() else 'has died'}\n{self.tail()}")
 
 
+class LoraServer(TestServer):
+    """It serves adapters on a CPU: ``lora_server.py``."""
+
+    program = (sys.executable, str(Path(__file__).with_name("lora_server.py")))
+
+
 class FaultyServer(TestServer):
     """Its host memory goes bad when it is told to: ``faulty_server.py``."""
 

@@ -58,6 +58,7 @@ VALUES = {  # typed flags: how the refusal begins
     ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 128",
     ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
     ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
+    ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"): "--enable-lora: SGLang 0.5.17 pins memory for adapters",
     ("--tp-size", "2"): "--tp-size 2: SGLang 0.5.17 starts one rank only with --device cpu; leave it out, or use --device cuda",
     ("--nnodes", "0"): "--nnodes 0: expected at least 1",
     ("--context-length", "-5"): "--context-length -5: expected at least 1",
@@ -260,7 +261,7 @@ def test_what_sglang_insists_on():
 
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
-    resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
+    resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
     model = SimpleNamespace(num_attention_layers=6, quantization=None)
     backends = ("freekv", "freekv")
 
