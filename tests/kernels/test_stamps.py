@@ -12,7 +12,8 @@ import torch
 from sglang_freekv.kernels import reference_stamps as reference
 from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, BEGIN, CORRECTION, END, PLACES, SAMPLED
 
-ROWS, PADDING = torch.tensor([3, 0]), torch.tensor([0, 0])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, PADDING = torch.tensor([3, 0], device=DEVICE), torch.tensor([0, 0], device=DEVICE)
 
 
 def settlers():
@@ -23,7 +24,7 @@ def settlers():
 
 @pytest.mark.parametrize("which", ["reference", "kernel"])
 def test_recall_and_waiting_of_three_layers(which):
-    stamps, totals = torch.zeros(4, 3, PLACES, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    stamps, totals = (torch.zeros(shape, dtype=torch.int64, device=DEVICE) for shape in ((4, 3, PLACES), 4))
     stamps[..., SAMPLED] = 1
     stamps[0, CORRECTION, 1:3], stamps[0, ATTENTION, END] = torch.tensor([100, 160]), 130  # 60, of which 30 behind the attention
     stamps[1, CORRECTION, 1:3], stamps[1, ATTENTION, END] = torch.tensor([300, 310]), 295  # 10, begun behind it
@@ -43,11 +44,12 @@ def test_recall_and_waiting_of_three_layers(which):
 @pytest.mark.parametrize("layers", [1, 5, 32])
 def test_the_kernel_adds_as_the_reference_does(layers):
     generator = torch.Generator().manual_seed(layers)
-    ours, theirs = torch.zeros(2, 4, dtype=torch.int64)
+    ours, theirs = torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
     for _ in range(6):
         stamps = torch.randint(1, 1 << 40, (layers + 1, 3, PLACES), generator=generator)
         stamps[..., END] *= torch.rand(layers + 1, 3, generator=generator) < 0.7
         stamps[..., SAMPLED] = 1
+        stamps = stamps.to(DEVICE)
         same = stamps.clone()
         settlers()["kernel"](stamps, ROWS, ours, 3)
         settlers()["reference"](same, ROWS, theirs, 3)
