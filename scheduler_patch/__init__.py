@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every SGLang symbol that this package hooks, with its reason.
 
-``FRONT`` is attached when SGLang loads its plugins: these hooks carry arguments, and with ``--kv-retrieval none`` they pass
-everything through unchanged. ``LAUNCHER`` is attached in the process of the HTTP server or ``Engine``, and ``SCHEDULER`` in every
-scheduler process, when an engine with ``--kv-retrieval`` starts; what ends in ``_ON_CPU`` only with ``--device cpu``.
+| table | attached when | in the process of |
+|---|---|---|
+| ``FRONT`` | SGLang loads its plugins | any |
+| ``LAUNCHER`` | an engine with ``--kv-retrieval`` starts | the HTTP server or ``Engine`` |
+| ``SCHEDULER`` | the same | every scheduler |
+| ``LAUNCHER_ON_CPU``, ``SCHEDULER_ON_CPU`` | the same, with ``--device cpu`` | as above |
+
+``FRONT`` reads arguments. With ``--kv-retrieval none`` its hooks change nothing. A hook's docstring begins with its kind: BEFORE, AFTER or
+AROUND the function of SGLang, or REPLACE for its substitute.
 """
 
 from __future__ import annotations
@@ -21,15 +27,15 @@ FRONT = (
     ),
     Patch(
         "sglang.srt.server_args.ServerArgs.from_cli_args", "args", AROUND, "arguments:from_cli_args",
-        "flags from the command line to ServerArgs; a refusal is the last line printed",
+        "flags go from the command line to ServerArgs; a refusal is the last line printed",
     ),
     Patch(
         "sglang.srt.server_args.ServerArgs.__init__", None, AROUND, "arguments:init",
-        "flags as keyword arguments of Engine; defaults, refusals, and the config that travels to the schedulers",
+        "flags are keyword arguments of Engine too; defaults and refusals are decided here, and the config travels to the schedulers",
     ),
     Patch(
         "sglang.srt.server_args.prepare_server_args", "argv", AFTER, "ports:try_ports",
-        "SGLang binds its port after the model has loaded, and dies there if somebody else has it",
+        "SGLang binds its port after the model has loaded, and dies there if the port is taken",
     ),
     Patch(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
@@ -49,91 +55,91 @@ FRONT = (
 LAUNCHER = (
     Patch(
         "sglang.srt.managers.tokenizer_manager.ReqState.__init__", None, AFTER, "counts:replace_accumulated",
-        "meta_info['freekv'] is a running total, where custom info otherwise grows by one item per token",
+        "meta_info['freekv'] is a running total, but SGLang appends one item of custom info per token",
     ),
     Patch(
         "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request", "self request raw_request",
         AROUND, "openai_answers:handle_request",
-        "SGLang returns meta_info in whole chat completions only, not in streams and not in completions",
+        "SGLang returns meta_info in whole chat completions only, but not in streams or completions",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request",
         AROUND, "openai_answers:generate_request",
-        "where meta_info is, for an answer that asks for it",
+        "meta_info is seen here, and kept for the answer to a request that asks for it",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request", BEFORE, "fields:refuse_unanswered",
-        "a request with the name of a health check is dropped by a busy scheduler, and its client waits for ever",
+        "a busy scheduler drops a request that is named like a health check, and its client waits for ever",
     ),
     Patch(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "self", AROUND, "fields:normalize",
-        "fields of a wrong type or width, or only SGLang's own to set, are a client's mistake and must not end the server",
+        "a field of a wrong type or width, or one reserved for SGLang, is a client's mistake and must not end the server",
     ),
     Patch(
         "sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", "self", AROUND, "fields:normalize",
-        "the same, of requests for embeddings",
+        "the same for requests for embeddings",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self obj input_text input_ids input_embeds mm_inputs token_type_ids", AROUND, "fields:tokenize",
-        "the same, of what only the model's config can tell; and embeddings as input must be able to share a batch",
+        "the same for fields that are checked against the model's config; input embeddings are made to share a batch",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request", "self obj",
         AROUND, "fields:awaited_as_clients_mistake",
-        "what cannot be tokenized is a client's mistake",
+        "an input that cannot be tokenized is a client's mistake",
     ),
     *(
         Patch(
             f"sglang.srt.entrypoints.openai.{module}._convert_to_internal_request", "self request raw_request",
             AROUND, "fields:as_clients_mistake",
-            "what cannot be read of a request of the OpenAI API is a client's mistake",
+            "a field of the OpenAI API that cannot be read is a client's mistake",
         )
         for module in ("serving_chat.OpenAIServingChat", "serving_completions.OpenAIServingCompletion")
     ),
     Patch(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.slow_down", "self obj request",
         BEFORE, "controls:refuse_long_sleep",
-        "the scheduler sleeps as long as it is told, and ends of a time that is no number",
+        "the scheduler sleeps for as long as the request says, and a time that is not a number ends it",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation", "self obj request",
         BEFORE, "controls:refuse_release",
-        "a busy scheduler ends of it, and FreeKV's pools are not released",
+        "it ends a busy scheduler, and does not release FreeKV's pools",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.resume_memory_occupation", "self obj request",
         BEFORE, "controls:refuse_release",
-        "the scheduler ends of it where nothing was released",
+        "it ends the scheduler if nothing was released",
     ),
     *(
         Patch(
             f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{verb}_expert_distribution_record", "self",
             BEFORE, "controls:refuse_recording",
-            "a scheduler without a recorder ends of it",
+            "it ends a scheduler that has no recorder",
         )
         for verb in ("start", "stop", "dump")
     ),
     Patch(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin._execute_profile", "self req", AROUND, "controls:profile",
-        "that a profile runs already is a client's mistake",
+        "to start a second profile, or to stop one that does not run, is a client's mistake",
     ),
     Patch(
         "fastapi.routing.solve_dependencies", None, AROUND, "fields:awaited_as_clients_mistake",
-        "a validator of SGLang's that takes a field for a dict raises what FastAPI answers with status 500",
+        "a validator of SGLang expects a dict; on another type it raises an error that FastAPI answers with status 500",
     ),
     Patch(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog execute_warmup_func launch_callback",
         BEFORE, "controls:answer_client_mistakes",
-        "a ValueError that an endpoint lets through is a client's mistake",
+        "a ValueError that an endpoint does not catch is a client's mistake",
     ),
 )
 
 LAUNCHER_ON_CPU = (
     Patch(
         "sglang.srt.function_call.utils._get_tool_schema", "tool", AFTER, "grammars:tool_schema",
-        "llguidance takes a schema by the standard, xgrammar takes one with properties for an object",
+        "llguidance follows the standard, by which a schema without a type allows any value; xgrammar takes it for an object",
     ),
 )
 
@@ -141,7 +147,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_memory_pool_config",
         "self pre_model_load_memory", AROUND, "pools:resolve_memory_pool_config",
-        "token slots are host memory, and rows are bounded by the device",
+        "the host's memory bounds token slots, and the device's memory bounds rows",
     ),
     Patch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
@@ -150,100 +156,100 @@ SCHEDULER = (
     ),
     Patch(
         "sglang.srt.models.utils.enable_fused_set_kv_buffer", "forward_batch", REPLACE, "pools:store_kv_apart",
-        "some models write keys and values to the pool with the rotary embedding, and retrieval layers have no buffer there",
+        "some models write KV to the pool in the rotary embedding's kernel, but retrieval layers have no buffer there",
     ),
     Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self", AFTER, "requests:longest_prompt",
-        "a prompt that can never be admitted is refused instead of blocking the queue",
+        "a prompt that can never be admitted would block the queue, so it is refused",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.abort_request", "self recv_req", AROUND, "requests:let_in_who_stands_behind",
-        "a waiting request that is aborted must not keep others from room that is free",
+        "when a waiting request is aborted, the requests behind it may fit and must be looked at again",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler._abort_on_waiting_timeout", "self", AROUND, "requests:let_in_who_stands_behind",
-        "the same, of one that has waited too long",
+        "the same when a waiting request times out",
     ),
     Patch(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req", BEFORE, "prefill:whole_pages",
-        "a chunk cut short by full memory must still end at a page",
+        "a chunk that is shortened because memory is full must still end at a page's end",
     ),
     Patch(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "self req has_chunked_req truncation_align_size",
         AROUND, "prefill:bounded_contexts",
-        "SGLang counts new tokens only, and the prefixes of a batch are on the device together too",
+        "SGLang limits the new tokens of a batch only, but its prefixes must fit the staging buffer too",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.run_batch", "self batch pp_proxy_tensors", BEFORE, "prefill:mark_tables",
-        "the prefixes of a batch may come while a decode graph still runs, but not before their pages are known",
+        "prefixes may be staged while a decode graph still runs, but not before their pages are known",
     ),
     Patch(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req", "self idx remaing_req_count server_args",
         REPLACE, "retraction:keep_pages",
-        "a retracted request resumes from the host pages that nobody has needed meanwhile",
+        "a retracted request resumes from those of its host pages that were not evicted meanwhile",
     ),
     Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
         AFTER, "counts:attach",
-        "the counts of a step, and what the canary found in it, leave with its logits",
+        "a step's counts and the canary's faults leave the device with its logits",
     ),
     Patch(
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", "self return_logprob return_hidden_states",
         BEFORE, "counts:copy_to_cpu",
-        "under the overlap schedule results reach the host on the copy stream; so must ours",
+        "the overlap schedule copies results to the host on its copy stream; ours go along",
     ),
     Patch(
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_customized_info",
         "self i req logits_output", AFTER, "counts:collect",
-        "per-request counts, and the totals",
+        "counts of each request, and the engine's totals",
     ),
     Patch(
         "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
         "self req", AFTER, "counts:cached_on_the_host",
-        "SGLang takes the pages of a prefix hit for device memory, and they are in host memory",
+        "SGLang reports the pages of a prefix hit as device memory, but they are in host memory",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info", "self", AFTER, "observe:describe",
-        "what was built, at the top level of /server_info",
+        "settings and sizes, at the top level of /server_info",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req", AFTER, "observe:internal_state",
-        "what retrieval has done, in internal_states of /server_info",
+        "counts and use of the pools, in internal_states of /server_info",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result", "self batch result", AROUND, "observe:process_batch_result",
-        "before its tokens leave, what the canary found in a step; after it, /metrics",
+        "the canary's faults are acted on before a step's tokens leave; /metrics is updated after it",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", BEFORE, "observe:rest_when_idle",
-        "check_integrity of the pools, and /metrics up to date, before an idle server sleeps",
+        "before an idle server sleeps, the pools are checked and /metrics is updated",
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.handle_generate_request", "self recv_req", AROUND, "hardening:take_in",
-        "an exception about one request is its answer, and ends nobody else's",
+        "an exception about one request answers that request, and does not end the others",
     ),
     Patch(
         "sglang.srt.managers.scheduler.validate_input_length", "req max_req_input_len allow_auto_truncate",
         AFTER, "hardening:refuse_empty",
-        "a session's first request may have no tokens",
+        "the first request of a session may have no tokens",
     ),
     Patch(
         "sglang.utils.TypeBasedDispatcher.__call__", "self obj", AROUND, "hardening:answer_control",
-        "an exception about one control request is its answer",
+        "an exception about one control request answers that request",
     ),
     Patch(
         "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
         "logprobs token_ids_logprobs_list stage extend_logprob_pruned_lens_cpu no_copy_to_cpu", AFTER, "hardening:even_values",
-        "requests with and without token_ids_logprob share a batch",
+        "requests with and without token_ids_logprob may share a batch",
     ),
     Patch(
         "sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor.from_str", "json_str", AROUND, "hardening:load_processor",
-        "a client's processor that raises ends its request alone",
+        "a client's processor that raises must end its own request only",
     ),
     Patch(
         "sglang.srt.layers.sampler.Sampler._preprocess_logits", "self logits sampling_info", AFTER, "hardening:keep_finite",
-        "a request's options may leave no token that can be sampled",
+        "a request's options may make logits from which no token can be sampled",
     ),
     Patch(
         "sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "self new_accepted_len", AROUND, "hardening:find_stop_regex",
@@ -252,42 +258,42 @@ SCHEDULER = (
     Patch(
         "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch", "self key require_reasoning",
         AROUND, "hardening:compile_grammar",
-        "a panic of a grammar's compiler passes SGLang's except clauses",
+        "SGLang's except clauses do not catch a panic of a grammar's compiler",
     ),
     Patch(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode", "self", BEFORE, "hardening:forget_overrides",
-        "overridden embeddings of a prompt would keep all decode steps off the graph",
+        "input embeddings of a prompt would keep all its decode steps off the graph",
     ),
     Patch(
         "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager._profile_batch_predicate", "self batch",
         AROUND, "hardening:profile",
-        "a profile that cannot be written ends the step it is made of",
+        "a profile that cannot be written ends the step that it records",
     ),
 )
 
 SCHEDULER_ON_CPU = (
     Patch(
         "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask", "logits vocab_mask", REPLACE, "grammars:apply_mask",
-        "llguidance's is compiled when first used, and the scheduler waits for half a minute",
+        "llguidance's own mask is compiled at its first use, while the scheduler waits for half a minute",
     ),
     Patch(
         "sglang.srt.constrained.llguidance_backend.GuidanceBackend.dispatch_structural_tag", "self key_string",
         AROUND, "grammars:required_tags",
-        "of tags that a required tool call must have, SGLang makes a grammar that allows text alone",
+        "the grammar that SGLang makes for a required tool call allows an answer without one",
     ),
     Patch(
         "sglang.srt.utils.common.support_triton", "backend", AROUND, "cpu:support_triton",
-        "SGLang takes a backend name that it does not know for one that runs Triton",
+        "SGLang assumes that a backend with an unknown name runs Triton",
     ),
     Patch(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
         AROUND, "cpu:alloc_extend",
-        "pages are handed out by a Triton kernel",
+        "SGLang hands out pages with a Triton kernel",
     ),
     Patch(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
         "self seq_lens seq_lens_cpu last_loc", AROUND, "cpu:alloc_decode",
-        "the same, one token at a time",
+        "the same for the one token of a decode step",
     ),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching KV retrieval on in a process of SGLang."""
+"""Switches KV retrieval on in a process of SGLang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from sglang_freekv.scheduler_patch.registry import apply, verify
 
 
 def in_launcher(cls, server_args, *args, **kwargs) -> None:
-    """BEFORE the subprocesses start."""
+    """BEFORE the subprocesses start: attach the launcher's hooks, and check that they are live.
+
+    Raises:
+        RuntimeError: SGLang has changed a function that is hooked.
+    """
     if getattr(server_args, "_freekv", None) is not None:
         verify(scheduler_patch.FRONT)
         apply(scheduler_patch.LAUNCHER)
@@ -18,7 +22,11 @@ def in_launcher(cls, server_args, *args, **kwargs) -> None:
 
 
 def in_scheduler(server_args, *args, **kwargs) -> None:
-    """BEFORE a scheduler process is configured: attach every hook, prove it live, and register the attention backend."""
+    """BEFORE a scheduler process is configured: attach its hooks, check that they are live, and register the attention backend.
+
+    Raises:
+        RuntimeError: SGLang has changed a function that is hooked.
+    """
     if getattr(server_args, "_freekv", None) is None:
         return
     verify(scheduler_patch.FRONT)

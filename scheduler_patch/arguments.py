@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of KV retrieval on their way through ServerArgs: typed, refused, filled in, and handed to the schedulers."""
+"""The options of KV retrieval in ServerArgs: parsed, checked, completed, and handed to the schedulers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _command_line: ContextVar[Options] = ContextVar("freekv_command_line", default=O
 
 
 def add_cli_args(_, parser: argparse.ArgumentParser) -> None:
-    """AFTER: the flags, in a group of their own."""
+    """AFTER SGLang has added its flags: add FreeKV's, in a group of their own."""
     group = parser.add_argument_group("KV retrieval (FreeKV)", ABOUT)
     for name, settings in FLAGS.items():
         group.add_argument(typed(name), **settings)
 
 
 def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
-    """AROUND: hands the flags to :func:`init`, and prints a refusal as one line."""
+    """AROUND the making of ServerArgs from a command line: hand the flags to :func:`init`, and print a refusal as one line."""
     token = _command_line.set(Options(**{name: getattr(namespace, name, None) for name in NAMES}))
     try:
         return original(cls, namespace)
@@ -43,14 +43,18 @@ def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
 
 
 def end_with(refusal: Refusal) -> NoReturn:
-    """Ends a program that reads a command line, with the refusal as the last line that it prints."""
-    logging.disable(logging.INFO)  # `sglang serve` logs its end
+    """End a program that reads a command line. The refusal is the last line that it prints; its exit status is 2."""
+    logging.disable(logging.INFO)  # `sglang serve` would log its end behind the refusal
     print(f"error: {refusal}", file=sys.stderr, flush=True)
     raise SystemExit(2) from None
 
 
 def init(original, self: ServerArgs, *args, **kwargs) -> None:
-    """AROUND: ServerArgs with our keyword arguments; the FreeKVConfig stays on it as ``_freekv``."""
+    """AROUND the making of ServerArgs: take FreeKV's keyword arguments too, and keep their FreeKVConfig as ``_freekv``.
+
+    Raises:
+        Refusal: FreeKV does not serve an option, a combination of options, or the model.
+    """
     options = _take_options(kwargs)
     if options.kv_retrieval in (None, "none"):
         _refuse_idle_options(options, kwargs)
@@ -60,10 +64,10 @@ def init(original, self: ServerArgs, *args, **kwargs) -> None:
     config = _prepare(options, kwargs)
     try:
         original(self, **kwargs)
-    except Exception as error:  # of a model whose attention SGLang has other plans for
+    except Exception as error:  # for some models SGLang insists on an attention backend
         if "model_config" in vars(self):
             refusals.refuse_model(self.model_config, config.method)
-        if BACKEND_NAME in str(error):  # it lists the backends that this model needs
+        if BACKEND_NAME in str(error):  # the error lists the backends that this model needs
             reason = f"SGLang does not serve this model so ({error})"
             raise Refusal(f"--kv-retrieval {config.method}: {reason}; use --kv-retrieval none") from None
         raise
@@ -81,7 +85,7 @@ def _warn_of_untested(architecture: str) -> None:
 
 
 def _take_options(kwargs: dict) -> Options:
-    """Our options: those of the command line, and those among the keyword arguments, which are removed."""
+    """FreeKV's options, from the command line and from ``kwargs``. They are removed from ``kwargs``."""
     return replace(_command_line.get(), **{name: kwargs.pop(name) for name in NAMES if name in kwargs})
 
 
@@ -97,7 +101,15 @@ def _refuse_idle_options(options: Options, kwargs: dict) -> None:
 
 
 def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
-    """Refuses what the options alone tell, fills in what FreeKV needs of SGLang, and readies this process."""
+    """Check the options without the model, set the options of SGLang that FreeKV needs, and prepare this process.
+
+    Args:
+        options: FreeKV's options.
+        kwargs: ServerArgs' options, which are updated in place.
+
+    Raises:
+        Refusal: FreeKV does not serve an option or a combination of options.
+    """
     asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
     asked.device = cpu.usable_device(asked.device)
     page_size = whole_tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
@@ -117,7 +129,7 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
         if asked.grammar_backend is None:
             kwargs["grammar_backend"] = "llguidance"  # SGLang's default, xgrammar, masks logits on GPUs only
     kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_prefill_cuda_graph=True)
-    if asked.device == "cpu" or config.recall == "copy-engine":  # its copies are issued by a host that has read the list of misses
+    if asked.device == "cpu" or config.recall == "copy-engine":  # the host reads the list of missing units, then issues the copies
         if asked.cuda_graph_backend_decode == "full":
             raise Refusal(
                 "--cuda-graph-backend-decode full: there is no decode graph with --device cpu or --freekv-recall copy-engine; leave it "
@@ -132,7 +144,11 @@ def _default(field) -> Any:
 
 
 def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVConfig:
-    """The share is taken here, once for all ranks of this machine, before any of them allocates."""
+    """``config`` with its host memory set, here and once for all ranks of this machine, before any of them allocates.
+
+    Raises:
+        Refusal: the host's memory does not suffice.
+    """
     ranks = max(1, asked.tp_size * asked.dp_size // asked.nnodes)
     room = host_memory.room()
     if config.host_memory_gib is None:

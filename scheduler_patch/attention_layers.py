@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention layers of a model attend to, by SGLang's ModelConfig."""
+"""AttentionLayers: a model's attention layers, counted by their range, from SGLang's ModelConfig."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
-NEAR = "sliding", "chunk", "local"  # in the type of a layer
+NEAR = "sliding", "chunk", "local"  # parts of the names of layer types
 
 
 class AttentionLayers(NamedTuple):
-    """How many layers of a model attend to the whole context, and how many to tokens nearby: a sliding window or a chunk."""
+    """Layers that attend to the whole context (``full``), and layers that attend to a sliding window or a chunk (``near``)."""
 
     full: int
     near: int
 
     @classmethod
     def of(cls, model) -> AttentionLayers:
-        """Those of SGLang's ModelConfig, where a layer may have other than attention besides."""
+        """The attention layers of ``model``, SGLang's ModelConfig. Layers without attention are not counted."""
         if (recurrent := mambaish_config(model)) is not None:
             return cls(len(getattr(recurrent, "full_attention_layer_ids", "?")), 0)
         if (near := getattr(model, "swa_attention_layer_ids", None)) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control requests that ask for what this server cannot do: each is answered with status 400 before the scheduler hears of it."""
+"""Control requests that this server cannot serve. Each is answered with status 400 before it reaches the scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_SECONDS = 60
 
 
 def answer_client_mistakes(*args, **kwargs) -> None:
-    """BEFORE the HTTP server starts: a ValueError that an endpoint lets through is the client's mistake, as it is in /generate."""
+    """BEFORE the HTTP server starts: answer a ValueError that an endpoint does not catch with status 400, as /generate does."""
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app
 
@@ -18,25 +18,31 @@ def answer_client_mistakes(*args, **kwargs) -> None:
 
 
 def refuse_long_sleep(manager, obj, request=None) -> None:
-    """BEFORE every step is slowed down: the scheduler ends of a time that is no number, and answers nobody in an endless one."""
+    """BEFORE every step is slowed down: refuse a time that is too long or is not a number.
+
+    A time that is not a number ends the scheduler. During a very long one the scheduler answers no request.
+    """
     seconds = obj.forward_sleep_time
     if seconds is not None and not -MOST_SECONDS <= seconds <= MOST_SECONDS:
         raise ValueError(f"forward_sleep_time is {seconds}, expected 0 to {MOST_SECONDS} seconds")
 
 
 def refuse_release(manager, obj, request=None) -> None:
-    """BEFORE device memory is released or taken again: a busy scheduler ends of the first, any scheduler of the second alone."""
+    """BEFORE device memory is released or resumed: refuse both.
+
+    Releasing ends a busy scheduler, and resuming ends a scheduler that has not released.
+    """
     raise ValueError("release_memory_occupation and resume_memory_occupation: expected --enable-memory-saver, which FreeKV refuses")
 
 
 def refuse_recording(manager) -> None:
-    """BEFORE the distribution of experts is recorded: a scheduler without a recorder ends of it."""
+    """BEFORE the distribution of experts is recorded: refuse it without a recorder, because it would end the scheduler."""
     if manager.server_args.expert_distribution_recorder_mode is None:
         raise ValueError("expert distribution: expected --expert-distribution-recorder-mode, not given; start the server with it")
 
 
 async def profile(original: Callable, manager, req) -> Any:
-    """AROUND a profile is asked for: that one runs already, or none, is the client's mistake."""
+    """AROUND a request to start or stop a profile: answer status 400 if one runs already, or if none runs."""
     try:
         return await original(manager, req)
     except RuntimeError as error:

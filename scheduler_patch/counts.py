@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-request counts: from the device with each step's results to ``meta_info``."""
+"""Counts of each request: they leave the device with a step's results, and reach the client in ``meta_info``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KEY = "freekv"
 
 @dataclass
 class StepCounts:
-    """What leaves the device with the results of one forward pass.
+    """FreeKV's part of the results of one forward pass.
 
     Args:
-        rows: ``[B, 3]`` counts of its rows; a list as soon as they are looked at.
+        rows: ``[B, 3]`` counts of the batch's rows. They become a list when the first of them is read.
         decoded: whether it was a decode step.
-        faults: what the canary has found, if there is one.
-        recall: ``[3]`` as ``RecallTimes``, if recall is timed.
+        faults: the canary's faults, if there is a canary.
+        recall: ``[3]`` int64 in the order of ``RecallTimes``, if recall is timed.
     """
 
     rows: torch.Tensor | list[list[int]]
@@ -32,14 +32,14 @@ class StepCounts:
 
 
 def attach(result, worker, batch, *args, **kwargs) -> None:
-    """AFTER the forward pass, on its stream: snapshot the rows' counts, what the canary found and how long recall took."""
+    """AFTER the forward pass, on its stream: snapshot the rows' counts, the canary's faults and the time of recall."""
     if result.logits_output is not None:
         retrieval, rows, decoded = worker.model_runner.attn_backend.retrieval, batch.req_pool_indices, batch.forward_mode.is_decode()
-        if retrieval.clock is not None and decoded and any(retrieval.in_flight):  # a graph has ended its step itself
+        if retrieval.clock is not None and decoded and any(retrieval.in_flight):  # a step in a graph has ended already
             retrieval.end_step(rows)
         step = StepCounts(retrieval.row_counts(rows), decoded)
         if retrieval.canary is not None:
-            retrieval.complete_all_transfers()  # without a graph some may be under way, and a note half written
+            retrieval.complete_all_transfers()  # without a graph, transfers may be in flight and a fault half written
             step.faults = retrieval.canary.faults.clone()
         if retrieval.clock is not None:
             step.recall = retrieval.clock.snapshot()
@@ -47,7 +47,7 @@ def attach(result, worker, batch, *args, **kwargs) -> None:
 
 
 def copy_to_cpu(result, *args, **kwargs) -> None:
-    """BEFORE SGLang copies a step's results to the host under the overlap schedule: send ours along."""
+    """BEFORE SGLang copies a step's results to the host under the overlap schedule: copy FreeKV's part too."""
     if (step := getattr(result.logits_output, KEY, None)) is not None:
         for name in ("rows", "faults", "recall"):
             if (tensor := getattr(step, name)) is not None:
@@ -55,14 +55,14 @@ def copy_to_cpu(result, *args, **kwargs) -> None:
 
 
 def collect(_, processor, i: int, req, logits_output) -> None:
-    """AFTER SGLang has collected a request's custom info for one step: account for it."""
+    """AFTER SGLang has collected a request's custom info for one step: add the step to the counts of request and engine."""
     if (step := getattr(logits_output, KEY, None)) is None:
         return
     pool = processor.token_to_kv_pool_allocator.get_kvcache()
     if req.customized_info is None:
         req.customized_info = {}
     counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total, pool.heads))
-    if isinstance(step.rows, torch.Tensor):  # once a step: without the overlap schedule they are still on the device
+    if isinstance(step.rows, torch.Tensor):  # the batch's first request; without the overlap schedule the rows are on the device
         step.rows = step.rows.tolist()
         if step.recall is not None:
             pool.recall_times = RecallTimes(*step.recall.tolist())
@@ -70,15 +70,18 @@ def collect(_, processor, i: int, req, logits_output) -> None:
 
 
 def cached_on_the_host(details, *args) -> None:
-    """AFTER SGLang has told where the tokens of a prefix hit come from: retrieval layers bring them from host memory."""
+    """AFTER SGLang has counted the tokens of a prefix hit by where they are: count those on the device as on the host."""
     if details is not None:
         details["host"] += details["device"]
         details["device"] = 0
 
 
 class AccumulatedInfo(dict):
-    """What the tokenizer manager has received of a request's custom info. Ours is a running total that replaces the last one
-    instead of growing by an item per token, so it is no key to be sliced by token."""
+    """A request's custom info, as the tokenizer manager accumulates it.
+
+    SGLang appends one item per token to each key, and slices the items of ``keys()`` by token. FreeKV's counts are a running total. Each
+    replaces the last one, and its key is not among ``keys()``.
+    """
 
     def __init__(self) -> None:
         super().__init__({KEY: _Latest()})
@@ -94,5 +97,5 @@ class _Latest(dict):
 
 
 def replace_accumulated(_, state, *args, **kwargs) -> None:
-    """AFTER a request's state is made in the tokenizer manager."""
+    """AFTER a request's state is made in the tokenizer manager: replace the dict that accumulates its custom info."""
     state.customized_info_accumulated = AccumulatedInfo()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang needs to serve on a machine without an NVIDIA driver: its environment, and no Triton on the way."""
+"""Serves on a machine without an NVIDIA driver: the environment that SGLang needs, and substitutes for its Triton kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def usable_device(asked: str | None) -> str:
-    """The device SGLang will run on: what the user asked for, else what SGLang finds, else the CPU."""
+    """The type of the device that SGLang will run on: the user's choice, else the one that SGLang finds, else "cpu"."""
     if asked is not None:
         return asked.split(":")[0]
     from sglang.srt.utils.common import get_device
@@ -32,16 +32,16 @@ def usable_device(asked: str | None) -> str:
 
 
 def _why_no_gpu() -> str:
-    """What CUDA complains of, in one line."""
+    """CUDA's error, in one line."""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises AssertionError
         return " ".join(str(error).split())
     return "torch.cuda.is_available() is false"
 
 
 def prepare_process() -> None:
-    """Makes SGLang run on the CPU in this process and, through the environment, in those it spawns.
+    """Make SGLang run on the CPU in this process and, through the environment, in the processes that it starts.
 
     Raises:
         Refusal: SGLang sees a GPU here and would call CUDA kernels on CPU tensors.
@@ -56,7 +56,7 @@ def prepare_process() -> None:
 
     os.environ.update(cpu_environment())
     is_cpu.cache_clear()
-    platforms._current_platform = None  # resolved from the environment, once, when first asked for
+    platforms._current_platform = None  # SGLang reads the environment again when it next needs the platform
     for module in _sglang_modules("_is_cpu"):
         module._is_cpu = True
     if not _sgl_kernel_serves_cpu():
@@ -66,15 +66,15 @@ def prepare_process() -> None:
 
 
 def _sglang_modules(name: str) -> list[ModuleType]:
-    """Modules of SGLang loaded so far that have a global of this name."""
+    """Loaded modules of SGLang that have a global of this name."""
     loaded = [module for path, module in list(sys.modules.items()) if path.startswith("sglang.")]
     return [module for module in loaded if name in vars(module)]
 
 
 def cpu_environment() -> dict[str, str]:
-    """The variables with which stock SGLang, too, serves here with `--device cpu --attention-backend torch_native`."""
+    """Environment variables for `--device cpu`. With them stock SGLang serves here too, by `--attention-backend torch_native`."""
     environment = {"SGLANG_USE_CPU_ENGINE": "1"}
-    # SGLang runs more processes than a small machine has cores: OpenMP threads that spin while they wait slow it tenfold
+    # SGLang runs more processes than a small machine has cores. OpenMP threads that spin while they wait slow it tenfold.
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     if not _sgl_kernel_serves_cpu():
         old = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -83,7 +83,7 @@ def cpu_environment() -> dict[str, str]:
 
 
 def _sgl_kernel_serves_cpu() -> bool:
-    """Whether `sgl_kernel` loads and is a build for CPUs, or the stand-in is in place already."""
+    """Whether `sgl_kernel` loads and is a build for CPUs, or is the stand-in of `launch/cpu_shim` already."""
     try:
         module = importlib.import_module("sgl_kernel")
     except (ImportError, OSError):
@@ -97,25 +97,34 @@ def _shim_directory() -> Path:
 
 
 def support_triton(original, backend: str) -> bool:
-    """AROUND: SGLang takes every attention backend whose name it does not know for one that brings Triton."""
+    """AROUND the question whether a backend runs Triton: FreeKV's does not on a CPU; SGLang would say so of any unknown name."""
     return backend != BACKEND_NAME and original(backend)
 
 
 def alloc_extend(
     original, allocator, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
 ):
-    """AROUND: the slots of the new tokens of each request, without Triton."""
+    """AROUND: allocate the slots of an extend without Triton.
+
+    Args:
+        prefix_lens, seq_lens: ``[B]`` int64 tokens of each request before and after.
+        last_loc: ``[B]`` slot of each request's last token, -1 without one.
+        extend_num_tokens: new tokens of the batch.
+
+    Returns:
+        ``[extend_num_tokens]`` int64 slots; None if the free pages do not suffice.
+    """
     spare = extend_num_tokens // allocator.page_size + len(seq_lens) + 1
     return _take_slots(allocator, prefix_lens, seq_lens, last_loc, spare)
 
 
 def alloc_decode(original, allocator, seq_lens, seq_lens_cpu, last_loc):
-    """AROUND: the slot of the one new token of each request, without Triton."""
+    """AROUND: allocate the ``[B]`` slots of a decode step without Triton. Arguments and result are as in ``alloc_extend``."""
     return _take_slots(allocator, seq_lens - 1, seq_lens, last_loc, spare=len(seq_lens))
 
 
 def _take_slots(allocator, prefix_lens, seq_lens, last_loc, spare: int) -> torch.Tensor | None:
-    """Takes pages off the allocator; None, and nothing taken, if they do not suffice."""
+    """Take pages from the allocator and return their slots. If its pages do not suffice, return None and take none."""
     if allocator.need_sort and spare > len(allocator.free_pages):
         allocator.merge_and_sort_free()
     pages = pages_of(seq_lens, allocator.page_size) - pages_of(prefix_lens, allocator.page_size)
@@ -132,15 +141,15 @@ def pages_of(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def extend_slots(prefix_lens, seq_lens, last_loc, free_pages, page_size: int) -> torch.Tensor:
-    """Where the new tokens of a batch go: into the rest of each request's last page, then into free pages in order.
+    """Slots of the new tokens of a batch: the rest of each request's last page, then free pages in order.
 
     Args:
-        prefix_lens, seq_lens: [B] int64 tokens of each request before and after.
-        last_loc: [B] slot of each request's last token, -1 without one.
-        free_pages: [F] int64 pages, taken from the front, request by request.
+        prefix_lens, seq_lens: ``[B]`` int64 tokens of each request before and after.
+        last_loc: ``[B]`` slot of each request's last token, -1 without one.
+        free_pages: ``[F]`` int64 pages, taken from the front, request by request.
 
     Returns:
-        [sum(seq_lens - prefix_lens)] int64 slots.
+        ``[sum(seq_lens - prefix_lens)]`` int64 slots.
     """
     counts = seq_lens - prefix_lens
     old_pages, new_pages = pages_of(prefix_lens, page_size), pages_of(seq_lens, page_size)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fields of a request may hold. SGLang 0.5.17 declares it, hands on what comes, and its scheduler ends of the rest.
+"""Checks the fields of a request. SGLang 0.5.17 declares their types but does not check them all, and a wrong one can end its scheduler.
 
-The types are read from SGLang's own structs. `RANGES` adds the width and the range that the tensor behind a number has.
+The types are read from SGLang's own structs. `RANGES` adds the range of each number, which its tensor or SGLang's arithmetic sets.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
 MOST_ANSWERS = 1024
 MOST_LOGPROBS = 1 << 24  # values of one request; in Python each takes some 70 bytes in three processes
-MOST_EMBEDDING = 1e4  # its square still sums up in float32, and it fits float16
+MOST_EMBEDDING = 1e4  # fits float16, and sums of squares fit float32
 JSON_TYPES = (bool, int, float, str, list, dict)
 UNREADABLE = "the request cannot be read ({kind}: {error}); compare its fields with SGLang's documentation of requests"
 HEALTH_RID, HEALTH_PATHS = "HEALTH_CHECK", ("/health", "/health_generate")
-ANSWERED = (ValueError, HTTPException, ValidationException)  # each with status 400, or with its own
+ANSWERED = (ValueError, HTTPException, ValidationException)  # the server answers these with status 400, or with their own
 
 SET_BY_SGLANG = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 SAMPLING = {field.name: field.type for field in msgspec.structs.fields(SamplingParams) if field.name not in SET_BY_SGLANG}
 TOKENIZED = {field.name: field.type for field in msgspec.structs.fields(TokenizedGenerateReqInput) if field.name != "sampling_params"}
-SESSION = msgspec.defstruct(  # as it comes in JSON; SGLang's own is an array
+SESSION = msgspec.defstruct(  # clients send an object; SGLang's own struct is an array
     "SessionParams", [(field.name, field.type, None) for field in msgspec.structs.fields(SessionParams)], forbid_unknown_fields=True
 )
-RANGES = {  # of sampling_params: least, most, and what more or less does to a stock server
+RANGES = {  # of sampling_params: least, most, reason
     "n": (1, MOST_ANSWERS, "as many requests are made at once"),
     "top_k": (-1, INT32, "it ends in a tensor of 32 bits"),
     "min_new_tokens": (0, INT32, "it ends in a tensor of 32 bits"),
@@ -46,18 +46,24 @@ RANGES = {  # of sampling_params: least, most, and what more or less does to a s
     "repetition_penalty": (1e-6, 2, "logits are divided by it in float32"),
 }
 MOST_BIAS = 1e30
-OF_SGLANG = {  # fields by which its processes and its disaggregated servers talk to each other: why none comes from a client
+OF_SGLANG = {  # fields that only SGLang's processes and disaggregated servers send to each other, and why a client may not
     "http_worker_ipc": "SGLang sets it", "lora_id": "SGLang sets it, from lora_path", "positional_embed_overrides": "no JSON makes it",
     "need_wait_for_mm_inputs": "SGLang sets it", "num_items_assigned": "SGLang sets it", "mm_data_mooncake": "SGLang sets it",
     "encoder_urls": "SGLang sets it", "multi_item_delimiter_indices": "SGLang sets it, in scoring",
-} | dict.fromkeys(  # with the host of a stand-in, a stock server loses the pages of a prompt longer than a chunk (sglang#36855)
+} | dict.fromkeys(  # with a fake bootstrap host, stock SGLang loses the pages of a prompt longer than a chunk (sglang#36855)
     ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank"),
     "this server is not disaggregated",
 )  # fmt: skip
 
 
 def refuse_unanswered(manager, obj, request=None) -> None:
-    """BEFORE a request is taken: what a scheduler answers with status 503, or, where its name is that of a health check, never."""
+    """BEFORE a request is taken: refuse two kinds that the scheduler does not serve.
+
+    It answers a priority with status 503 if priorities are disabled, and a request that is named like a health check may never be answered.
+
+    Raises:
+        ValueError: the message names the field; SGLang answers with status 400 and the message.
+    """
     rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
     if isinstance(obj, GenerateReqInput) and obj.priority is not None and not manager.server_args.enable_priority_scheduling:
         if manager.server_args.abort_on_priority_when_disabled:
@@ -68,7 +74,7 @@ def refuse_unanswered(manager, obj, request=None) -> None:
 
 
 def normalize(original: Callable, obj) -> None:
-    """AROUND SGLang makes one request of each prompt and answer: its fields are looked at before, and each must have them all after.
+    """AROUND the splitting of a request by prompt and answer: check its fields before, and that each part can be made after.
 
     Raises:
         ValueError: the message names the field; SGLang answers with status 400 and the message.
@@ -86,13 +92,14 @@ def normalize(original: Callable, obj) -> None:
         raise ValueError(f"rid: expected {'a string' if obj.is_single else 'a string for each prompt'}, found {str(obj.rid)[:80]}")
     if generates and not obj.is_single:
         as_clients_mistake(lambda: [obj[i] for i in range(obj.batch_size)])
-        vars(obj).pop("_sub_obj_cache", None)  # SGLang still changes the request before it takes its parts
+        vars(obj).pop("_sub_obj_cache", None)  # SGLang changes the request again before it takes its parts
 
 
 def tokenize(original: Callable, manager, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None):
-    """AROUND SGLang makes what the scheduler receives: nothing that would end it, and all requests with it.
+    """AROUND the making of the object that goes to the scheduler: check all fields that could end the scheduler.
 
-    Embeddings become overrides of tokens at positions, which SGLang can mix with other requests in a batch; lists of embeddings it cannot.
+    Input embeddings become overrides of the tokens at given positions. SGLang can batch these with other requests, but not its lists of
+    embeddings.
 
     Raises:
         ValueError: as `normalize`.
@@ -114,7 +121,7 @@ def tokenize(original: Callable, manager, obj, input_text, input_ids, input_embe
 
 
 def as_clients_mistake(call: Callable, *args, **kwargs) -> Any:
-    """AROUND SGLang only reads a request: what it raises, as the ValueError that it answers with status 400."""
+    """AROUND a function that only reads a request: turn its exceptions into a ValueError, which SGLang answers with status 400."""
     try:
         return call(*args, **kwargs)
     except ANSWERED:
@@ -124,7 +131,7 @@ def as_clients_mistake(call: Callable, *args, **kwargs) -> Any:
 
 
 async def awaited_as_clients_mistake(original: Callable, *args, **kwargs) -> Any:
-    """AROUND the same, where SGLang waits."""
+    """AROUND a coroutine: as `as_clients_mistake`."""
     try:
         return await original(*args, **kwargs)
     except ANSWERED:
@@ -134,7 +141,7 @@ async def awaited_as_clients_mistake(original: Callable, *args, **kwargs) -> Any
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
-    """Nobody sends other types than JSON's over HTTP: an Engine's caller knows what it does."""
+    """Raise ValueError unless ``value`` has the declared type. A value of no JSON type comes from ``Engine``, and is not checked."""
     if type(value) not in JSON_TYPES:
         return
     try:
@@ -147,7 +154,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def _check_sampling(params: dict[str, Any]) -> None:
-    if "n" in params and params["n"] is None:  # SGLang takes null for the default of every other field
+    if "n" in params and params["n"] is None:  # for every other field SGLang takes null as the default
         del params["n"]
     for name, value in params.items():
         if name not in SAMPLING:
@@ -169,7 +176,7 @@ def _check_sampling(params: dict[str, Any]) -> None:
 
 
 def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) -> None:
-    vocabulary = model.vocab_size  # of what is answered; a model that answers in another than it reads has two
+    vocabulary = model.vocab_size  # of the output; some models have another one for the input
     known = max(vocabulary, getattr(model.hf_text_config, "vocab_size", None) or 0)
     if input_ids is not None and not len(input_ids) and not obj.session_params:
         raise ValueError("input_ids: found no token, expected at least one; send a prompt")
@@ -201,7 +208,11 @@ def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) ->
 
 
 def _overrides(obj: GenerateReqInput, rows: list[list[float]], width: int) -> PositionalEmbeds:
-    """Embeddings [tokens, width] float32 that stand for the tokens of a prompt."""
+    """``rows`` as embeddings ``[tokens, width]`` float32, which replace those of a prompt's tokens.
+
+    Raises:
+        ValueError: the request goes on a session, a row has another width, or a number is too large.
+    """
     if obj.session_params:
         raise ValueError("input_embeds: a session goes on from tokens, not from embeddings; leave out session_params")
     widths = {len(row) for row in rows}

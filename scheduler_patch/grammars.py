@@ -10,11 +10,11 @@ from sglang.srt.constrained.llguidance_backend import GuidanceBackend, grammar_f
 
 
 def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-    """In the place of llguidance's own, which ``torch.compile`` builds while the scheduler waits.
+    """REPLACE the masking of logits by llguidance, which ``torch.compile`` would build while the scheduler waits.
 
     Args:
-        logits: [B, V] of any type; those of tokens that a grammar does not allow become -inf.
-        vocab_mask: [B, W] int32, a bit for each token.
+        logits: ``[B, V]`` of any floating dtype. Logits of tokens that the grammar does not allow become -inf, in place.
+        vocab_mask: ``[B, W]`` int32, one bit for each token.
     """
     bits = (vocab_mask[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
     allowed = bits.flatten(-2)[..., : logits.shape[-1]].bool()
@@ -23,12 +23,12 @@ def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
 
 
 def tool_schema(schema: dict, tool) -> dict:
-    """AFTER SGLang makes the JSON schema of a call: by the standard one without a type allows what is no object at all."""
+    """AFTER SGLang has made the JSON schema of a tool call: require an object. A schema without a type would allow any value."""
     return schema | {"type": "object", "additionalProperties": False}
 
 
 def required_tags(original, backend: GuidanceBackend, key_string: str):
-    """AROUND: a grammar of structural tags of which one at least is required begins with one, and has no text between them."""
+    """AROUND the grammar of structural tags: if at least one tag is required, allow tags only, and no text between them."""
     tags = json.loads(key_string)
     if not tags.get("at_least_one"):
         return original(backend, key_string)

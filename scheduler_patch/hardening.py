@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a stock SGLang 0.5.17, mended until SGLang mends it: each function stands for one weakness, and can go with it.
+"""Guards against requests that end a stock SGLang 0.5.17. When SGLang mends a weakness, its guard can be removed.
 
-| function | the weakness, and where SGLang has it | thread |
+| guard | weakness, and its place in SGLang | thread |
 |---|---|---|
 | even_values | a batch mixes requests with and without token_ids_logprob: a list has no tolist (layers/logprob_processor.py) | #34719, #35705 |
 | take_in, refuse_empty | an exception about one request ends the event loop (managers/scheduler.py, handle_generate_request) | |
-| answer_control | the same of one control request (process_input_requests) | |
-| load_processor | a custom logit processor that raises, alone or because requests are mixed (layers/sampler.py) | |
-| keep_finite | biases, penalties, grammars and processors make logits of which no token can be sampled (layers/sampler.py) | |
+| answer_control | an exception about one control request does the same (process_input_requests) | |
+| load_processor | a custom logit processor that raises ends the scheduler (layers/sampler.py) | |
+| keep_finite | biases, penalties, grammars and processors make logits from which no token can be sampled (layers/sampler.py) | |
 | find_stop_regex | a regular expression that backtracks for ever holds the scheduler (managers/schedule_batch.py) | #28203 |
-| compile_grammar | a panic of a grammar's compiler is no Exception (constrained/grammar_manager.py) | |
-| forget_overrides | overridden embeddings of a prefill keep its decode steps off the graph (managers/schedule_batch.py) | |
+| compile_grammar | a panic of a grammar's compiler is not an Exception (constrained/grammar_manager.py) | |
+| forget_overrides | input embeddings of a prompt keep its decode steps off the graph (managers/schedule_batch.py) | |
 | profile | a profile that cannot be written ends the forward pass (scheduler_components/profiler_manager.py) | |
 """
 
@@ -45,15 +45,15 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 REGEX_SECONDS = 0.5
-MOST_LOGIT = 1e30  # divided by the least temperature, 1e-6, it is still a float32
-NOT_CONTAINED = (  # work: its exceptions are ours, or take_in has answered them
+MOST_LOGIT = 1e30  # still finite in float32 when divided by the least temperature, 1e-6
+NOT_CONTAINED = (  # answer_control lets their exceptions pass: they are our errors, or take_in has answered them
     TokenizedGenerateReqInput, BatchTokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedEmbeddingReqInput,
     PauseGenerationReqInput, ContinueGenerationReqInput, FlushCacheReqInput, AbortReq, RpcReqInput,
 )  # fmt: skip
 
 
 def even_values(result: tuple, logprobs: torch.Tensor, token_ids_logprobs_list, stage: LogprobStage, no_copy_to_cpu: bool = False, **kwargs):
-    """AFTER the logprobs of chosen token ids: no values are an empty tensor among tensors, where SGLang has an empty list."""
+    """AFTER the logprobs of chosen token ids are gathered: give a request without any an empty tensor instead of an empty list."""
     values, ids = result
     if stage == LogprobStage.DECODE and no_copy_to_cpu:
         values = [value if torch.is_tensor(value) else logprobs.new_empty(0) for value in values]
@@ -61,12 +61,12 @@ def even_values(result: tuple, logprobs: torch.Tensor, token_ids_logprobs_list, 
 
 
 def take_in(original: Callable, scheduler, recv_req: TokenizedGenerateReqInput) -> None:
-    """AROUND one request is received: what it raises is its answer, with status 400."""
+    """AROUND the receipt of one request: an exception becomes its answer, with status 400."""
     try:
         if recv_req.custom_logit_processor is not None:
             CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
             if recv_req.sampling_params.custom_params is None:
-                recv_req.sampling_params.custom_params = {}  # SGLang puts the request there, so that its processor can end it
+                recv_req.sampling_params.custom_params = {}  # SGLang stores the request in it; `_Processor` ends the request through it
         original(scheduler, recv_req)
     except (Exception, SystemExit) as error:
         logger.error("request %s cannot be taken in", recv_req.rid, exc_info=True)
@@ -74,12 +74,12 @@ def take_in(original: Callable, scheduler, recv_req: TokenizedGenerateReqInput) 
 
 
 def refuse_empty(error: str | None, req: Req, *args, **kwargs) -> str | None:
-    """AFTER a prompt's length is looked at: of a session's first request nobody knows earlier that it has no tokens."""
+    """AFTER a prompt's length is checked: refuse an empty prompt. For a session's first request it is not known earlier."""
     return error or (None if len(req.origin_input_ids) else "input_ids: found no token, expected at least one; send a prompt")
 
 
 def _refuse(scheduler, recv_req: TokenizedGenerateReqInput, message: str) -> None:
-    """Answers as SGLang does when a session does not exist: by a request of one token that is aborted in its first step."""
+    """Answer as SGLang does when a session does not exist: queue a request of one token, which is aborted in its first step."""
     params = SamplingParams(max_new_tokens=0)
     params.normalize(None)
     req = Req(
@@ -93,7 +93,7 @@ def _refuse(scheduler, recv_req: TokenizedGenerateReqInput, message: str) -> Non
 
 
 def answer_control(original: Callable, dispatcher, obj: Any) -> Any:
-    """AROUND one message is handled: a control request that raises is answered that it failed."""
+    """AROUND the handling of one message: a control request that raises is answered with a failure."""
     if isinstance(obj, NOT_CONTAINED):
         return original(dispatcher, obj)
     try:
@@ -104,7 +104,7 @@ def answer_control(original: Callable, dispatcher, obj: Any) -> Any:
 
 
 def _failure(request: Any, message: str) -> Any:
-    """The answer that SGLang waits for, by its rule for the names of messages; None if it waits for none."""
+    """A failed answer, of the type that SGLang waits for; None if it waits for none. SGLang names it ``...Output`` for ``...Input``."""
     kind = getattr(io_struct, type(request).__name__.removesuffix("Input") + "Output", None)
     if kind is None:
         return None
@@ -114,7 +114,7 @@ def _failure(request: Any, message: str) -> Any:
 
 
 def load_processor(original: Callable, cls: type, json_str: str) -> Callable:
-    """AROUND a custom logit processor is loaded, anew for every prefill."""
+    """AROUND the loading of a custom logit processor, once for every prefill: wrap it so that it can end its own request only."""
     processor = original(cls, json_str)
     if not callable(processor):
         raise ValueError(f"custom_logit_processor: expected a class whose objects can be called, found {type(processor).__name__}")
@@ -122,13 +122,21 @@ def load_processor(original: Callable, cls: type, json_str: str) -> Callable:
 
 
 class _Processor:
-    """A client's processor: where it raises for all its requests together, each has its own call, and those that raise end."""
+    """A client's processor. If it raises for a batch, it is called for each request alone, and those for which it raises end."""
 
     def __init__(self, processor: Callable) -> None:
         self._processor = processor
 
     def __call__(self, logits: torch.Tensor, params: list[dict]) -> torch.Tensor:
-        """Logits [B, vocabulary] of the requests that have this processor, and the custom_params of each."""
+        """Process the logits of all requests that have this processor.
+
+        Args:
+            logits: ``[B, vocabulary]``.
+            params: ``custom_params`` of each request.
+
+        Returns:
+            ``[B, vocabulary]`` logits, unchanged for a request that ends.
+        """
         try:
             return self._checked(logits.clone(), params)
         except Exception:
@@ -150,12 +158,12 @@ class _Processor:
 
 
 def _end(req: Req, message: str) -> None:
-    """Has a running request finish in its next step, with status 400."""
+    """Finish a running request in its next step, with status 400."""
     req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
 def keep_finite(logits: torch.Tensor, sampler, _, sampling_info) -> torch.Tensor:
-    """AFTER logits are ready for sampling: those that a request's options changed can be sampled; a model's own stay as they are."""
+    """AFTER logits are ready for sampling: make them finite if a request's options may have changed them. Others stay as they are."""
     info = sampling_info
     options = (info.logit_bias, info.acc_additive_penalties, info.acc_scaling_penalties, info.grammar_mask)
     penalizers = info.penalizer_orchestrator
@@ -165,7 +173,7 @@ def keep_finite(logits: torch.Tensor, sampler, _, sampling_info) -> torch.Tensor
 
 
 def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> bool:
-    """AROUND an answer is searched for its stop strings: regular expressions have half a second a step."""
+    """AROUND the search of an answer for its stop strings: each regular expression has ``REGEX_SECONDS`` in each step."""
     params = req.sampling_params
     if not params.stop_regex_strs:
         return original(req, new_accepted_len)
@@ -190,7 +198,7 @@ def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> 
 
 
 def compile_grammar(original: Callable, backend, key: tuple[str, str], require_reasoning: bool) -> Any:
-    """AROUND a grammar is compiled: whatever its compiler raises is an Exception, which SGLang answers with status 400."""
+    """AROUND the compiling of a grammar: a panic becomes an Exception, which SGLang answers with status 400."""
     try:
         return original(backend, key, require_reasoning)
     except Exception:
@@ -200,12 +208,12 @@ def compile_grammar(original: Callable, backend, key: tuple[str, str], require_r
 
 
 def forget_overrides(batch) -> None:
-    """BEFORE a decode step: overridden embeddings are those of the prompt."""
+    """BEFORE a decode step: forget the embeddings that a client sent for its prompt."""
     batch.replace_embeds = batch.replace_positions = None
 
 
 def profile(original: Callable, profiler, batch) -> None:
-    """AROUND the profiler looks at a batch: what it raises ends the profile."""
+    """AROUND the profiler's look at a batch: an exception ends the profile, but not the step."""
     try:
         original(profiler, batch)
     except Exception:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV of one rank of a model, told by SGLang's ModelConfig."""
+"""The KVShape of one rank of a model, from SGLang's ModelConfig."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from sglang_freekv.memory_pool.sizing import KVShape
 
 
 def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) -> KVShape:
-    """Shape of the KV of one of ``ranks`` ranks, which has ``layers`` layers and KV in the model's dtype."""
+    """Shape of the KV of one of ``ranks`` tensor-parallel ranks. It has ``layers`` layers, and its KV has the model's dtype.
+
+    Raises:
+        Refusal: the digest cannot summarise keys of this model.
+    """
     return KVShape(
         retrieval_layers=layers - len(config.dense_layers),
         dense_layers=len(config.dense_layers),

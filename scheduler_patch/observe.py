@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine shows: /server_info, /metrics, and the integrity check of an idle server."""
+"""The state of the engine in /server_info and /metrics, and the integrity check of an idle server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from sglang_freekv.metrics import POOLS, Exporter
 from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
 EXPORT_INTERVAL_S = SWEEP_INTERVAL_S = 1.0
-CHECK_INTERVAL_S = 5.0  # a request that comes meanwhile waits for the check
+CHECK_INTERVAL_S = 5.0  # not more often, because a request that arrives during a check waits for it
 CHECKED_PAGES = 64
 
 
 class Observer:
-    """Watches the pool of one scheduler."""
+    """Reports on and checks the KV pool of one scheduler.
+
+    Raises:
+        Refusal: a canary is on, and the prefix cache cannot forget a page.
+    """
 
     def __init__(self, scheduler) -> None:
         self.allocator = scheduler.token_to_kv_pool_allocator
@@ -25,7 +29,7 @@ class Observer:
         self.pool: FreeKVPool = self.allocator.get_kvcache()
         self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
         self.rested: dict | None = None
-        self.drawing = torch.Generator()  # its own: on a CPU SGLang samples tokens by the common one
+        self.drawing = torch.Generator()  # on a CPU, SGLang samples tokens with the default one
         self.next_export = self.next_check = self.next_sweep = 0.0
         reporter = scheduler.metrics_reporter
         self.exporter = None
@@ -33,7 +37,7 @@ class Observer:
             self.exporter = Exporter(reporter.metrics_collector.labels)
 
     def host_pages(self) -> tuple[int, int]:
-        """Host pages held by requests and the radix tree, and all."""
+        """Host pages that requests and the radix tree hold, and all host pages."""
         size = self.allocator.page_size
         total = self.allocator.size // size
         return total - self.allocator.available_size() // size, total
@@ -49,7 +53,7 @@ class Observer:
         }
 
     def metrics(self) -> dict[str, float | dict[str, int]]:
-        """What each of ``METRICS`` has come to."""
+        """The value of each of ``METRICS``; ``pool_bytes`` is a dict by pool."""
         state, built = self.state(), self.pool.describe()
         totals = state.pop("totals")
         totals |= self.pool.recall_times.as_dict() | {
@@ -67,8 +71,10 @@ class Observer:
             self.exporter.export(self.metrics())
 
     def rest(self) -> None:
-        """After a spell of work: check the pools, unless that was just done, and leave /metrics up to date. With a full canary sweep
-        host memory, as long as nothing else is to be done."""
+        """While no request runs: check the pools and update /metrics, if there was work since the last call.
+
+        With a full canary, also examine the next pages in host memory, at most once per ``SWEEP_INTERVAL_S``.
+        """
         if self.quarantine is not None:
             self.quarantine.evict()
         state = self.state()
@@ -85,7 +91,7 @@ class Observer:
             self.next_sweep = time.monotonic() + SWEEP_INTERVAL_S
 
     def check(self) -> None:
-        """Raise RuntimeError on the first broken invariant of a pool; what a canary finds is dealt with before."""
+        """Raise RuntimeError on the first broken invariant of a pool. Pages that the canary finds changed are quarantined before."""
         self.pool.retrieval.complete_all_transfers()
         held = self.pool.held_pages(self.allocator)
         pages = held[torch.randperm(len(held), generator=self.drawing)[:CHECKED_PAGES]].to(self.pool.device)
@@ -99,14 +105,14 @@ def _observer(scheduler) -> Observer:
 
 
 def describe(info: dict, scheduler) -> None:
-    """AFTER the scheduler says that it is ready: what was built, for the top level of /server_info."""
+    """AFTER the scheduler says that it is ready: add settings and sizes to the top level of /server_info."""
     info["freekv"] = _observer(scheduler).pool.describe()
 
 
 def internal_state(output, scheduler, recv_req) -> None:
-    """AFTER the scheduler reports its state: what retrieval has done so far."""
+    """AFTER the scheduler reports its state: add FreeKV's counts, pools in use, canary and recall times."""
     observer = _observer(scheduler)
-    del output.internal_state["_freekv"]  # SGLang tells every attribute of ServerArgs
+    del output.internal_state["_freekv"]  # SGLang lists every attribute of ServerArgs
     state = observer.state()
     if observer.quarantine is not None:
         state["canary"] = observer.quarantine.as_dict()
@@ -116,7 +122,7 @@ def internal_state(output, scheduler, recv_req) -> None:
 
 
 def process_batch_result(original, scheduler, batch, result) -> None:
-    """AROUND the processing of a step's results: what the canary found in it, before its tokens leave; then /metrics."""
+    """AROUND the processing of a step's results: act on the canary's faults before the tokens leave, and update /metrics after it."""
     observer, step = _observer(scheduler), getattr(result.logits_output, "freekv", None)
     if observer.quarantine is not None and step is not None:
         if result.copy_done is not None:
@@ -129,6 +135,6 @@ def process_batch_result(original, scheduler, batch, result) -> None:
 
 
 def rest_when_idle(scheduler) -> None:
-    """BEFORE the scheduler's idle housekeeping, which may put it to sleep."""
+    """BEFORE the scheduler's idle housekeeping, which may put it to sleep: check the pools and update /metrics."""
     if scheduler.is_fully_idle():
         _observer(scheduler).rest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``meta_info`` in the answers of the OpenAI API to a request with ``"return_meta_info": true``.
 
-SGLang 0.5.17 has it in whole chat completions only. Here it is in each choice of whole completions too. In a stream it is in the last chunk
-of each choice, the one with a ``finish_reason``.
+SGLang 0.5.17 returns ``meta_info`` in whole chat completions only. These hooks add it to each choice of a whole completion. In a stream
+they add it to the last chunk of each choice, which has a ``finish_reason``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.utils.json_response import dumps_json, orjson_response
 
 FIELD = "return_meta_info"
-EVENT = "data: {"  # the others are comments, and the end of the stream
+EVENT = "data: {"  # other chunks are comments, or end the stream
 
-MetaInfo = dict[int, dict[str, Any]]  # of each choice, as it was last
+MetaInfo = dict[int, dict[str, Any]]  # the last meta_info of each choice, by its index
 
 _asked: ContextVar[MetaInfo | None] = ContextVar("freekv_meta_info", default=None)
 
 
 async def handle_request(original, serving, request, raw_request):
-    """AROUND a request of the OpenAI API: what SGLang answers, with what it leaves out."""
+    """AROUND a request of the OpenAI API: add ``meta_info`` to SGLang's answer, if the client asks for it."""
     try:
         asks = await _asks(request, raw_request)
     except ValidationError as error:
@@ -51,13 +51,17 @@ async def handle_request(original, serving, request, raw_request):
 
 
 def generate_request(original, manager, obj, request=None) -> AsyncIterator:
-    """AROUND the tokenizer manager's answers to a request: note what is asked for."""
+    """AROUND the tokenizer manager's answers to a request: keep their ``meta_info`` if its client asks for it."""
     answers, meta_info = original(manager, obj, request), _asked.get()
     return answers if meta_info is None else _noted(answers, meta_info)
 
 
 async def _asks(request, raw_request) -> bool:
-    """Whether the client asks for it; SGLang's model of a completion does not have the field."""
+    """Whether the request has ``return_meta_info``. It is read from the body, because SGLang's ``CompletionRequest`` lacks the field.
+
+    Raises:
+        ValidationError: its value is not a bool.
+    """
     if isinstance(request, ChatCompletionRequest):
         return request.return_meta_info
     if not isinstance(request, CompletionRequest) or FIELD.encode() not in await raw_request.body():
@@ -84,7 +88,7 @@ async def _with_meta_info(chunks: AsyncIterator[str], meta_info: MetaInfo) -> As
 
 
 def _add(choices: list[dict], meta_info: MetaInfo) -> bool:
-    """Give each choice its own; returns whether there is one."""
+    """Add its ``meta_info`` to each choice, in place; returns whether there is a choice."""
     for choice in choices:
         choice["meta_info"] = meta_info[choice["index"]]
     return bool(choices)

@@ -18,9 +18,16 @@ from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
 
 
 def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
-    """Tokens from host bytes, rows from device bytes, the same on every rank."""
+    """AROUND the sizing of the pools: derive token slots from host bytes and rows from device bytes, the same on every rank.
+
+    Args:
+        pre_model_load_memory: GiB that the device had free before the model loaded.
+
+    Raises:
+        Refusal: the checkpoint asks for another KV dtype, or host or device memory is too small.
+    """
     config, found, expected = configurator.server_args._freekv, configurator.kv_cache_dtype, configurator.model_config.dtype
-    if found != expected:  # a checkpoint may say so in a file of its own, which SGLang reads here first
+    if found != expected:  # a checkpoint may ask for it in a file that SGLang has not read before
         raise Refusal(
             f"--kv-cache-dtype {configurator.server_args.kv_cache_dtype}: SGLang makes {_typed(found)} of it for this checkpoint, expected "
             f"{_typed(expected)}, the model's, for FreeKV does not quantise KV so far; use --kv-cache-dtype bf16, or --kv-retrieval none"
@@ -30,7 +37,7 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     tokens = sizing.tokens(host_bytes, device_bytes, configurator.server_args.max_running_requests)
     tokens = _agree(configurator._apply_token_constraints(tokens)) // config.page_size * config.page_size
     if tokens < LEAST_PAGES * config.page_size:
-        sizing.rows(device_bytes, tokens=0)  # if it is the device that is too small, that is what to tell
+        sizing.rows(device_bytes, tokens=0)  # raises its own Refusal if the device is too small
         raise Refusal(
             f"--freekv-host-memory {config.host_memory_gib:g}: it holds {tokens} tokens, expected at least {LEAST_PAGES} pages of "
             f"{config.page_size}; raise it, or --mem-fraction-static if the device is what is short"
@@ -44,7 +51,7 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
 
 
 def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool) -> FreeKVPool:
-    """The KV pool, with one device-cache row for every request that SGLang may run."""
+    """AROUND the making of the KV pool: make a FreeKVPool, with one device-cache row for every request that SGLang may run."""
     return FreeKVPool(
         config=configurator.server_args._freekv,
         shape=_kv_shape(configurator),
@@ -57,8 +64,7 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
 
 
 def store_kv_apart(forward_batch) -> bool:
-    """In the place of SGLang's question whether rotary embedding may write keys and values to the pool at once: a retrieval layer has
-    no buffer on the device to write to."""
+    """REPLACE the question whether the rotary embedding's kernel may write KV to the pool: retrieval layers have no buffer there."""
     return False
 
 
@@ -72,7 +78,7 @@ def _sizing(configurator: KVCacheConfigurator) -> Sizing:
 
 
 def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:
-    """Host and device bytes of this rank. On a CPU both are the same memory, so the device side gets a share of what is left."""
+    """Host and device bytes of this rank. On a CPU both are the same memory, so the device gets a share of the available rest."""
     host_bytes = int(config.host_memory_gib * GIB)
     device_bytes = configurator._profile_available_bytes(pre_model_load_memory)
     if configurator.device == "cpu":
@@ -87,7 +93,7 @@ def _typed(dtype: torch.dtype) -> str:
 
 
 def _agree(value: int) -> int:
-    """The minimum over ranks: token slots and rows mean the same on all of them."""
+    """The minimum of ``value`` over all ranks, which share token slots and rows."""
     world = get_world_group()
     if world.world_size == 1:
         return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports of a server, tried before anything loads: SGLang binds them only when the model is ready."""
+"""Tries the ports of a server before anything loads. SGLang binds them only when the model is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIGHEST = 65535
 
 
 def try_ports(server_args, argv) -> None:
-    """AFTER the command line of a server is read; `Engine` listens on no port of the user's choice."""
+    """AFTER the command line of a server is read: end the process with one line if a port cannot be used. `Engine` has no such port."""
     if getattr(server_args, "_freekv", None) is None:
         return
     try:
@@ -26,7 +26,7 @@ def try_ports(server_args, argv) -> None:
 
 
 def _ports(server_args) -> Iterator[tuple[str, str]]:
-    """Options that name a port, and the host that it is bound on."""
+    """Names of the options that give a port, each with the host to bind it on."""
     yield "port", server_args.host
     if server_args.grpc_port is not None:
         yield "grpc_port", server_args.host
@@ -35,17 +35,17 @@ def _ports(server_args) -> Iterator[tuple[str, str]]:
 
 
 def _try_port(name: str, host: str, port: int) -> None:
-    """Listens as uvicorn does, on every address that the host has.
+    """Listen for a moment as uvicorn does, on every address of the host.
 
     Raises:
-        Refusal: nobody can listen there.
+        Refusal: the port is out of range, is taken, or the host has no such address.
     """
     if not 1 <= port <= HIGHEST:
         raise Refusal(f"{typed(name)} {port}: expected a port from 1 to {HIGHEST}; use one that is free")
     try:
         asyncio.run(_listen(host, port))
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror  # a name that nobody knows has one below 0
+        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror  # errno of an unknown host name is below 0
         raise Refusal(f"{typed(name)} {port}: cannot listen on {host} ({reason}); use a free {typed(name)}, or another --host") from None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang may put into one prefill batch, and when its prefixes may begin to come."""
+"""Bounds SGLang's prefill batches, and says when the prefixes of a batch may be staged."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sglang_freekv.retrieval import Scheduled
 
 
 def mark_tables(scheduler, batch, *args, **kwargs) -> None:
-    """BEFORE a batch is launched, on SGLang's schedule stream: what the scheduler wrote for it is written behind this point."""
+    """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written."""
     if batch.forward_mode.is_extend():
         retrieval = scheduler.token_to_kv_pool_allocator.get_kvcache().retrieval
         retrieval.scheduled = Scheduled(retrieval.transfers.mark(), batch.req_pool_indices)
 
 
 def whole_pages(adder, req) -> None:
-    """BEFORE a chunk of a long prompt is cut: reserve whole pages for the others, so that what is left is whole pages too.
+    """BEFORE a chunk of a long prompt is cut: round the tokens reserved for other requests to whole pages, so that the rest is whole pages.
 
-    Only full pages have a place in the host pool; a chunk that ended within one could not be continued.
+    Only full pages have a place in the host pool, so a chunk that ends within a page could not be continued.
     """
     adder.rem_total_token_offset = adder.ceil_paged_tokens(math.ceil(adder.rem_total_token_offset))
 
 
 def bounded_contexts(original, adder, req, *args, **kwargs):
-    """AROUND the admission of a request: the contexts of a batch, prefix hits included, must fit the context buffers together."""
+    """AROUND the admission of a request: the contexts of a batch, prefix hits included, must fit one staging buffer together."""
     pool = adder.token_to_kv_pool_allocator.get_kvcache()
     contexts = sum(other.extend_range.end for other in adder.can_run_list)
     if adder.can_run_list and contexts + len(req.full_untruncated_fill_ids) > pool.staging_tokens:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quarantine: requests end and the prefix cache forgets when KV changed in host memory; everybody else is served on."""
+"""Quarantine: when KV changed in host memory, the requests that hold it end and the radix tree forgets it. All others are served on."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ NAMED = 8  # faults that are logged one by one
 
 
 class Quarantine:
-    """What a scheduler does about the faults of its pool's canary.
+    """Acts on the faults that the canary of a scheduler's pool finds.
 
-    Counts ``faults`` found, ``requests_ended`` for them, and ``pages_swept``.
+    It counts the ``faults``, the ``requests_ended`` for them, and the ``pages_swept``, which are pages examined while no request ran.
 
     Raises:
-        Refusal: a prefix cache that it cannot make forget a page.
+        Refusal: the prefix cache is not SGLang's RadixCache, and cannot forget a page.
     """
 
     def __init__(self, scheduler) -> None:
         self.scheduler = scheduler
         self.pool: FreeKVPool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self.reader = FaultReader()
-        self.pending: dict[tuple[int, int, int], Fault] = {}  # found at rest by one of several ranks
+        self.pending: dict[tuple[int, int, int], Fault] = {}  # found by this rank while no request ran; all ranks act in the next step
         self.last_found: list[Fault] = []
         self.cut_off: list = []  # nodes of the radix tree, in the order of the cuts
         self.faults = self.requests_ended = self.pages_swept = 0
@@ -51,29 +51,32 @@ class Quarantine:
         return {"faults": self.faults, "requests_ended": self.requests_ended, "pages_swept": self.pages_swept}
 
     def examine(self, snapshot: torch.Tensor, batch) -> None:
-        """Act on what one forward pass found, before its tokens leave.
+        """Act on the faults of one forward pass, before its tokens leave.
 
         Args:
             snapshot: the canary's faults after the pass.
-            batch: whose pass it was.
+            batch: the batch of the pass.
         """
         found = self._agree([*self.pending.values(), *self.reader.read(snapshot.cpu())])
         self.pending.clear()
-        known, self.last_found = self.last_found, found  # the step that was in flight meanwhile finds it once more
+        known, self.last_found = self.last_found, found  # the step in flight meanwhile finds the same faults again
         if faults := {fault.unit: fault for fault in found if fault not in known}:
             self._isolate(list(faults.values()), batch)
 
     def sweep(self, host_pages: torch.Tensor) -> torch.Tensor:
-        """Examine full pages while nothing runs, and act on it; returns those that are sound.
+        """Examine full pages while no request runs, and act on their faults.
 
         Args:
-            host_pages: ``[N]`` on the device; as many as a context buffer holds are examined.
+            host_pages: ``[N]`` on the device. The first of them, as many as a staging buffer holds, are examined.
+
+        Returns:
+            ``[M]`` examined pages without a fault.
         """
         host_pages = host_pages[: self.pool.store.staging.tokens // self.pool.page_size]
         self.pool.store.staging.sweep(host_pages)
         self.pages_swept += len(host_pages)
         faults = {fault.unit: fault for fault in self.reader.read(self.pool.store.canary.faults.cpu())}
-        if _ranks(self.scheduler) > 1:  # ranks rest each for itself, and act together, with the next step
+        if _ranks(self.scheduler) > 1:  # ranks sweep on their own, but act together, in the next step
             self.pending |= faults
         elif faults:
             self._isolate(list(faults.values()))
@@ -81,10 +84,10 @@ class Quarantine:
         return host_pages[~torch.isin(host_pages, changed)]
 
     def sweep_on(self, host_pages: torch.Tensor, count: int) -> None:
-        """Examine the next ``count`` of all full pages, in turn.
+        """Examine the next ``count`` full pages. Calls go through all pages in turn, and then begin again.
 
         Args:
-            host_pages: ``[N]`` ascending, in host memory.
+            host_pages: ``[N]`` all full pages, ascending, in a tensor on the CPU.
         """
         later = host_pages[host_pages > self.last_swept][:count]
         self.last_swept = int(later[-1]) if len(later) else 0
@@ -92,7 +95,7 @@ class Quarantine:
             self.sweep(later.to(self.pool.device))
 
     def evict(self) -> None:
-        """Free what was cut off the radix tree and nobody has locked any more."""
+        """Free the nodes that were cut off the radix tree and that no request locks any more."""
         tree, locked = self.scheduler.tree_cache, []
         for node in self.cut_off:
             if not _is_in(tree, node):  # evicted or flushed by SGLang
@@ -104,7 +107,7 @@ class Quarantine:
         self.cut_off = locked
 
     def _agree(self, faults: list[Fault]) -> list[Fault]:
-        """Faults of all ranks: every rank ends the same requests in the same step."""
+        """The faults of all ranks, so that every rank ends the same requests in the same step."""
         if _ranks(self.scheduler) == 1:
             return faults
         group = self.scheduler.tp_cpu_group
@@ -153,17 +156,19 @@ class Quarantine:
         self.requests_ended += 1
         message = f"{self._describe(fault)}; send the request again, its KV will be computed anew"
         reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "KVChangedInHostMemory")
-        if request is self.scheduler.chunked_req:  # it will have no result of its own: as for an abort that a client asks for
+        if request is self.scheduler.chunked_req:  # it has no result to end in, so it ends like one that its client aborts
             self.scheduler._pending_chunked_abort_req = request
             self.scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason.to_json()), request)
         else:
             request.skip_radix_cache_insert = True
             request.to_finish = reason
-            request.finished_len = len(request.output_ids)  # the token of this step, which SGLang is about to add, does not leave
+            request.finished_len = len(request.output_ids)  # without the token of this step, which SGLang adds next
 
     def _forget(self, pages: set[int]) -> None:
-        """Cut what stands on one of ``pages`` off the radix tree. Requests that end may have it locked yet: until they are gone it stays
-        where it is, under a key that no prompt has."""
+        """Cut nodes with one of ``pages``, and all nodes below them, off the radix tree.
+
+        Requests that end may still lock a node. Until they are gone it stays in its place, under a key that no prompt has.
+        """
         tree = self.scheduler.tree_cache
         if not isinstance(tree, RadixCache) or tree.disable:
             return
@@ -187,14 +192,14 @@ class Quarantine:
 
 
 def _is_in(tree: RadixCache, node) -> bool:
-    """Whether the node hangs on the root that the tree has now."""
+    """Whether ``node`` is below the tree's present root. SGLang makes a new root when it flushes."""
     while node.parent is not None and node.parent.children.get(node.key.child_key(tree.page_size)) is node:
         node = node.parent
     return node is tree.root_node
 
 
 def _evict(tree: RadixCache, node) -> None:
-    """As SGLang evicts a leaf: a node, and before it all that is below it."""
+    """Evict all nodes below ``node``, then ``node``, each as SGLang evicts a leaf."""
     for child in list(node.children.values()):
         _evict(tree, child)
     tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)

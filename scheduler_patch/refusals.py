@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FreeKV does not serve, why, and what to use instead; checked before anything loads."""
+"""Options and models that FreeKV does not serve, each with its reason and remedy. All are checked before anything loads."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 
 
 LEAST_PAGES = 4
-COUNTS = "context_length", "nnodes"  # SGLang takes any number for them, and dies of those below 1
+COUNTS = "context_length", "nnodes"  # SGLang accepts numbers below 1 for them, and dies later
 
 
 class Flag(NamedTuple):
-    """An option of SGLang and the values that FreeKV works with."""
+    """An option of SGLang, the values that FreeKV works with, and the reason and remedy for all others."""
 
     name: str
     allowed: tuple
@@ -46,7 +46,7 @@ class Flag(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A property that FreeKV does not serve."""
+    """A property that FreeKV does not serve: ``applies`` is its test, and ``message`` the reason, a format string."""
 
     applies: Callable[..., Any]
     message: str
@@ -99,7 +99,7 @@ FLAGS = (
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
 
-# m is SGLang's ModelConfig, a its AttentionLayers
+# m is SGLang's ModelConfig, a the model's AttentionLayers
 MODEL_RULES = (
     Rule(lambda m, a: m.attention_arch == AttentionArch.MLA, "its latent attention (MLA) has no kv heads to retrieve pages for"),
     Rule(lambda m, a: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
@@ -210,10 +210,10 @@ RESOLVED_RULES = (
 
 
 def refuse_flags(asked: SimpleNamespace) -> None:
-    """Raises the Refusal of the first option that FreeKV does not work with.
+    """Raise the Refusal of the first option that FreeKV does not work with.
 
     Args:
-        asked: the options of ServerArgs as typed, with SGLang's defaults where nothing was.
+        asked: all options of ServerArgs: the user's, else SGLang's defaults.
     """
     for name, allowed, otherwise in FLAGS:
         value = getattr(asked, name)
@@ -225,7 +225,7 @@ def refuse_flags(asked: SimpleNamespace) -> None:
 
 
 def refuse_model(model, method: str = "freekv") -> None:
-    """Raises the Refusal of all properties of the model that FreeKV does not serve."""
+    """Raise one Refusal that names all properties of ``model``, SGLang's ModelConfig, that FreeKV does not serve."""
     layers = AttentionLayers.of(model)
     reasons = [rule.message.format(m=model, a=layers) for rule in MODEL_RULES if rule.applies(model, layers)]
     name = model.hf_config.architectures[0]
@@ -234,7 +234,7 @@ def refuse_model(model, method: str = "freekv") -> None:
 
 
 def refuse_resolved(server_args, config: FreeKVConfig) -> None:
-    """Raises the Refusal of the first option whose value depends on the model or on SGLang's defaults."""
+    """Raise the Refusal of the first option that does not suit the model or the defaults that SGLang has filled in."""
     model = server_args.get_model_config()
     words = {
         "backends": " and ".join(map(str, server_args.get_attention_backends())),
@@ -250,7 +250,7 @@ def refuse_resolved(server_args, config: FreeKVConfig) -> None:
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
-    """Raises a Refusal if the ranks of this machine ask for more than what bounds them has left."""
+    """Raise a Refusal if ``ranks_on_node`` ranks of ``gib`` GiB each do not fit into ``room``, this machine's free memory."""
     if gib * ranks_on_node * GIB <= room.num_bytes:
         return
     share = room.num_bytes / ranks_on_node
@@ -263,7 +263,7 @@ def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -
 
 
 def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
-    """Raises a Refusal if a rank's host memory holds too few pages of the model's KV."""
+    """Raise a Refusal if a rank's host memory holds fewer than ``LEAST_PAGES`` pages of the model's KV."""
     model = server_args.get_model_config()
     shape = kv_shape(model, config, model.num_attention_layers, server_args.tp_size)
     least = LEAST_PAGES * config.page_size * Sizing(config, shape, model.context_len).host_bytes_per_token
@@ -276,14 +276,14 @@ def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
 
 
 def _has_window(model) -> bool:
-    """Whether layers with a sliding window do not see all of the longest context."""
+    """Whether the model has a sliding window that is shorter than its longest context."""
     if model.attention_chunk_size:
         return False
     return model.is_hybrid_swa or (model.sliding_window_size or model.context_len) < model.context_len
 
 
 def _fp8_checkpoint(model) -> bool:
-    """Whether `--kv-cache-dtype auto` means fp8: a ModelOpt checkpoint that says so."""
+    """Whether `--kv-cache-dtype auto` means fp8, which a ModelOpt checkpoint can ask for."""
     if "modelopt" not in (model.quantization or ""):
         return False
     quantization = model._parse_quant_hf_config() or {}

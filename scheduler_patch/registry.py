@@ -14,14 +14,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 @dataclass(frozen=True)
 class Patch:
-    """One SGLang symbol that we hook.
+    """One hook into SGLang.
 
     Args:
-        target: dotted path of the function or method.
-        parameters: its parameter names in the SGLang this was written for, blank-separated; None when they do not matter.
-        kind: how the hook is attached.
-        hook: ``module:function`` in this package, imported when the patch is attached; a few lines that delegate to an object of ours.
-        why: the reason.
+        target: dotted path of the function or method of SGLang.
+        parameters: names of its parameters in SGLang 0.5.17, blank-separated; None if they do not matter.
+        kind: BEFORE, AFTER, AROUND or REPLACE.
+        hook: ``module:function`` in this package, imported when the patch is attached.
+        why: the reason for the hook.
     """
 
     target: str
@@ -39,16 +39,16 @@ _registered: set[Patch] = set()
 
 
 def register(patches: Iterable[Patch]) -> None:
-    """Hand hooks to SGLang, which attaches them when all plugins are loaded.
+    """Hand hooks to SGLang, which attaches them after it has loaded all plugins.
 
     Raises:
-        RuntimeError: a target is gone or takes other parameters.
+        RuntimeError: a target is gone, or has other parameters.
     """
     for patch in patches:
         if patch in _registered:
             continue
         _check_target(patch)
-        if patch.target in HookRegistry._patched:  # by another plugin, earlier: SGLang would pass over ours; wrap what is there
+        if patch.target in HookRegistry._patched:  # another plugin has hooked it, and SGLang would skip ours: hook the result
             HookRegistry._patched.discard(patch.target)
             HookRegistry._hooks[patch.target] = []
         HookRegistry.register(patch.target, patch.load(), patch.kind)
@@ -59,7 +59,7 @@ def apply(patches: Iterable[Patch]) -> None:
     """Attach hooks now.
 
     Raises:
-        RuntimeError: as ``register`` and ``verify``.
+        RuntimeError: a target is gone or has other parameters, or a hook could not be attached.
     """
     patches = list(patches)
     register(patches)
@@ -68,7 +68,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def verify(patches: Iterable[Patch]) -> None:
-    """Raise RuntimeError unless all hooks are live; SGLang itself logs a failed hook and goes on without it."""
+    """Raise RuntimeError unless all hooks are live. SGLang itself only logs a failed hook and goes on without it."""
     for patch in patches:
         if patch not in _registered or patch.target not in HookRegistry._patched:
             raise _drift(patch.target, "could not be hooked; the log above has the exception")

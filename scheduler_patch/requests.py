@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FreeKV's host pages ask of SGLang's queue."""
+"""Changes to SGLang's queue that FreeKV's host pages need."""
 
 from __future__ import annotations
 
-MAX_REQ_INPUT_LEN = 5  # its place in what get_worker_info returns
+MAX_REQ_INPUT_LEN = 5  # index in the tuple of get_worker_info
 
 
 def longest_prompt(info: tuple, worker) -> tuple:
-    """AFTER a worker tells its limits: a prompt must leave a page for its first token and the one that admission reserves.
+    """AFTER a worker reports its limits: lower the longest prompt, so that it leaves two pages.
 
-    SGLang's own limit leaves five tokens, and a prompt between the two waits for ever at the head of the queue.
+    One page is for the first generated token, and admission reserves another. SGLang's limit leaves only five tokens. A prompt between
+    both limits would wait for ever at the head of the queue.
     """
     info = list(info)
     page_size = worker.model_runner.token_to_kv_pool.page_size
@@ -18,8 +19,11 @@ def longest_prompt(info: tuple, worker) -> tuple:
 
 
 def let_in_who_stands_behind(original, scheduler, *args) -> None:
-    """AROUND what may take requests out of the queue. When its first request does not fit, SGLang looks at the queue again only after a
-    running request has ended; who stands behind may fit as soon as that one is gone."""
+    """AROUND functions that may remove waiting requests: let SGLang look at the queue again if one is gone.
+
+    If the first request does not fit, SGLang looks again only after a running request has ended. When the first request is removed, the
+    requests behind it may fit at once.
+    """
     waiting = len(scheduler.waiting_queue)
     original(scheduler, *args)
     if len(scheduler.waiting_queue) < waiting:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the pages of a retracted request."""
+"""Keeps the pages of a retracted request in the radix tree."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 
 
 def keep_pages(batch, idx: int, remaing_req_count: int, server_args) -> None:
-    """REPLACE the release of a retracted request: as those of a finished one, its full pages go to the radix tree.
+    """REPLACE the release of a retracted request: its full pages go to the radix tree, like those of a finished request.
 
-    There they are free to whoever is short of host pages, least recently used first; those left when the request resumes are a prefix
-    hit. SGLang frees them at once, and computes prompt and output anew.
+    The tree evicts them when host pages are short, least recently used first. Pages that remain are a prefix hit when the request resumes.
+    SGLang would free them at once, and compute prompt and output anew.
     """
     req = batch.reqs[idx]
     release_kv_cache(req, batch.tree_cache)
