@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stamps: when a kernel of a sampled decode step began and ended, and what they come to."""
+"""Stamps: the times at which kernels of a sampled decode step began and ended, and their sums. This file specifies ``stamps.py``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 
 import torch
 
-PLACES = 4  # of a stamp [4] int64; the last is unused, and makes all of them as aligned as a kernel is compiled for
-SAMPLED, BEGIN, END = range(3)  # whether to write it; nanoseconds of a clock, an END of 0 for what did not happen
-KINDS = CORRECTION, AHEAD, ATTENTION = range(3)  # a layer's stamps: its recalls, and its attention to present pages
-RECALL_NS, WAIT_NS, SAMPLED_STEPS, STEPS = range(4)  # of the totals [4] int64
+PLACES = 4  # elements of a stamp, int64. The last is unused; it aligns every stamp to 16 bytes, for which kernels are compiled
+SAMPLED, BEGIN, END = range(3)  # elements of a stamp: whether the step is sampled, then nanoseconds; END is 0 without work
+KINDS = CORRECTION, AHEAD, ATTENTION = range(3)  # stamps of a layer: its two recalls, and its attention to present pages
+RECALL_NS, WAIT_NS, SAMPLED_STEPS, STEPS = range(4)  # elements of the totals [4] int64
 
 
 def write_stamp(stamp: torch.Tensor) -> None:
-    """Write down the time of the stream as the END of ``stamp [4]`` int64, if the step is sampled."""
+    """Write the present time of the stream to END of ``stamp [4]`` int64, if the step is sampled."""
     if stamp[SAMPLED]:
         stamp[END] = time.perf_counter_ns()
 
@@ -22,14 +22,15 @@ def write_stamp(stamp: torch.Tensor) -> None:
 def settle_stamps(stamps: torch.Tensor, rows: torch.Tensor, totals: torch.Tensor, every: int) -> None:
     """Add up a step's stamps, if it was sampled, and decide whether the next one is.
 
-    A recall takes from its begin to its end. The computation waits for that part of a correction's recall which comes behind the end of the
-    attention to present pages. It waits for that part of a recall ahead which comes behind the end of the computation.
+    A recall lasts from its begin to its end. The computation waits for the part of a correction's recall that comes after attention to
+    present pages has ended. It waits for the part of a recall ahead that comes after all layers have been computed.
 
     Args:
-        stamps: ``[L + 1, 3, 4]`` int64, of each layer, and of the computation: its end is ``stamps[L, ATTENTION, END]``. Ends become 0.
-        rows: ``[B]`` rows of the step's requests; a step of padding alone is none.
-        totals: ``[4]`` int64, added to: nanoseconds of recall and of waiting, steps that were sampled, and all steps.
-        every: one step of so many is sampled.
+        stamps: ``[L + 1, 3, 4]`` int64: three stamps of each of L layers. ``stamps[L, ATTENTION, END]`` is the end of the computation.
+            Every END becomes 0, and every SAMPLED tells whether the next step is sampled.
+        rows: ``[B]`` rows of the step's requests. A step with padding (row 0) only is not counted.
+        totals: ``[4]`` int64, added to in place: nanoseconds of recall, nanoseconds of waiting, sampled steps, and all steps.
+        every: one step in ``every`` is sampled.
     """
     layers = stamps[:-1]
     if (rows > 0).any():

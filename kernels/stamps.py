@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stamps on a GPU: kernels read its clock, which a replayed graph does too, and for which the host need not wait."""
+"""Stamps on a GPU. Kernels read the GPU's clock, so replayed graphs are timed too, and the host need not wait."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SAMPLED, BEGIN, END, PLACES = (tl.constexpr(number) for number in (layout.SAMPLE
 
 
 def write_stamp(stamp: torch.Tensor) -> None:
-    """As reference.write_stamp."""
+    """As ``reference_stamps.write_stamp``."""
     _write_stamp[(1,)](stamp)
 
 
 def settle_stamps(stamps: torch.Tensor, rows: torch.Tensor, totals: torch.Tensor, every: int) -> None:
-    """As reference.settle_stamps; one program."""
+    """As ``reference_stamps.settle_stamps``, in one program."""
     assert stamps.is_contiguous()
     _settle_stamps[(1,)](
         stamps,
@@ -42,21 +42,21 @@ def settle_stamps(stamps: torch.Tensor, rows: torch.Tensor, totals: torch.Tensor
 
 @triton.jit
 def is_sampled(p_stamp):
-    """Whether to write the end. Ask at the begin of a kernel, so that its programs need not wait for the answer at their end."""
+    """Whether the step is sampled. A kernel loads this at its beginning, so that no program waits for the load at its end."""
     return tl.load(p_stamp + SAMPLED) != 0
 
 
 @triton.jit
 def note_begin(p_stamp):
-    """The first program of a kernel writes down the time."""
+    """Write the time to BEGIN, in the first program of a kernel."""
     if tl.program_id(0) == 0:
         tl.store(p_stamp + BEGIN, tl.extra.cuda.globaltimer())
 
 
 @triton.jit
 def note_end(p_stamp):
-    """The time of the last program that comes here stays."""
-    tl.debug_barrier()  # all warps of the program
+    """Raise END to the time. The last program of a kernel leaves its time there."""
+    tl.debug_barrier()  # waits for all warps of the program
     tl.atomic_max(p_stamp + END, tl.extra.cuda.globaltimer(), sem="relaxed")
 
 
@@ -68,7 +68,7 @@ def _write_stamp(p_stamp):
 
 @triton.jit
 def _span(p_stamp, computed, mask):
-    """Nanoseconds of one kind of recall over all layers, and of its part behind ``computed``."""
+    """Nanoseconds of one kind of recall, and of its part after ``computed``, each summed over all layers."""
     b_begin, b_end = tl.load(p_stamp + BEGIN, mask=mask, other=0), tl.load(p_stamp + END, mask=mask, other=0)
     b_wait = tl.maximum(b_end - tl.maximum(b_begin, computed), 0)
     return tl.sum(tl.where(b_end > 0, b_end - b_begin, 0), 0), tl.sum(b_wait, 0)

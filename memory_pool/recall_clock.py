@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RecallClock: how long recall takes on the device, and how long the computation waits for it, in some decode steps."""
+"""RecallClock: times recall on the device, and the computation's waits for it, in a sample of the decode steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class RecallTimes(NamedTuple):
 
 
 class RecallClock:
-    """Stamps of one decode step, which its kernels write, and the sums that they come to. All of it is on the device.
+    """The stamps that the kernels of a decode step write, and the sums of these over all sampled steps. All are on the device.
 
     Args:
         num_layers: retrieval layers.
-        every: one decode step of so many is sampled, beginning with the first.
+        every: one decode step in ``every`` is sampled, beginning with the first.
+        device: of the stamps and sums.
     """
 
     def __init__(self, num_layers: int, every: int, device: torch.device) -> None:
@@ -41,17 +42,17 @@ class RecallClock:
         self.totals = torch.zeros(4, dtype=torch.int64, device=device)
 
     def stamp(self, layer: int, kind: int) -> torch.Tensor:
-        """``[4]`` int64, for the kernel of that kind."""
+        """The stamp ``[4]`` int64 that the kernel of ``kind`` in ``layer`` writes; ``kind`` is one of ``KINDS``."""
         return self.stamps[layer, kind]
 
     def computed(self) -> None:
-        """Behind the computation of a step, before it waits for recalls: write down the time."""
+        """Write down the end of a step's computation. Call it behind the last layer, before the step waits for its recalls."""
         kernels.write_stamp(self.stamps[-1, ATTENTION])
 
     def settle(self, rows: torch.Tensor) -> None:
-        """Behind all recalls of a step of requests ``rows [B]``: add up, and decide on the next step."""
+        """Add up the stamps of a step of ``rows [B]``, and decide whether the next step is sampled. Call it behind all recalls."""
         kernels.settle_stamps(self.stamps, rows, self.totals, self.every)
 
     def snapshot(self) -> torch.Tensor:
-        """``[3]`` int64, the sums so far in the order of ``RecallTimes``."""
+        """``[3]`` int64 sums so far, in the order of ``RecallTimes``; a copy."""
         return self.totals[:3].clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What retrieval did: counts of a request and of the engine, over the retrieval layers and the kv heads of one rank."""
+"""Counts of retrieval, for a request and for the engine, over the retrieval layers and the kv heads of one rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass
 class RetrievalCounts:
-    """Counts of decoding. A unit is one (page, kv head) of one layer.
+    """Counts of decode steps. A unit is one (page, kv head) of one layer.
 
     Args:
         decode_steps: tokens decoded.
-        correction_decisions: kv heads of a layer that a step compared with the step before.
-        corrections: those whose query had turned, so that they selected and recalled before attention.
-        selected_units: units that a selection chose.
-        recalled_units: units among them that were not on the device, and were copied from the host.
+        correction_decisions: kv heads of a layer whose query a step compared with the last step's.
+        corrections: corrected kv heads of a layer: they selected and recalled before they attended.
+        selected_units: units that were selected.
+        recalled_units: selected units that were missing on the device, and were copied from the host pool.
     """
 
     decode_steps: int = 0
@@ -33,13 +33,14 @@ class RetrievalCounts:
 
 
 class RequestCounts:
-    """One request's counts, in the place where SGLang keeps a list with one item per output token.
+    """The counts of one request. SGLang expects a list here, with one item per output token.
 
-    SGLang slices that list for every message it streams; a slice of this is the running total.
+    SGLang slices that list for every message that it streams. A slice of a ``RequestCounts`` is the running total.
 
     Args:
-        page_size, budget_pages: to tell how many pages the request has and attends to.
-        heads: kv heads that a step asks about, over all retrieval layers.
+        page_size: tokens of a page.
+        budget_pages: pages that a step attends to, at most.
+        heads: kv heads that every decode step may correct, over all retrieval layers.
     """
 
     def __init__(self, page_size: int, budget_pages: int, heads: int) -> None:
@@ -49,15 +50,15 @@ class RequestCounts:
         self._seen = (0, 0, 0)
 
     def update(self, row_counts: tuple[int, int, int], seq_len: int, decoded: bool) -> RetrievalCounts:
-        """Account for one forward pass.
+        """Add one forward pass.
 
         Args:
-            row_counts: hits, recalled, corrected of the request's row since its last extend.
+            row_counts: resident and recalled units and corrected kv heads of the request's row, since its last extend.
             seq_len: tokens of context.
-            decoded: the pass was a decode step; an extend starts the row's counts afresh.
+            decoded: whether the pass was a decode step. An extend resets the row's counts.
 
         Returns:
-            What this pass added.
+            The counts of this pass alone.
         """
         seen = self._seen if decoded else (0, 0, 0)
         hits, recalled, corrected = (now - before for now, before in zip(row_counts, seen))

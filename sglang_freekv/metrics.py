@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of FreeKV in SGLang's own ``/metrics``.
 
-Every rank shows its own, with SGLang's label ``tp_rank``. Ranks share the kv heads: units, kv heads and bytes may be summed over ranks.
-Steps, pages and rows are the same on all of them, and must not be.
+Every rank exports its own metrics, with SGLang's label ``tp_rank``. Units, kv heads and bytes are divided among ranks, so they may be
+summed over ranks. Steps, pages and rows are the same on every rank, so they may not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Metric(NamedTuple):
     Args:
         name: in full.
         kind: ``counter`` or ``gauge``.
-        unit: what the number counts.
+        unit: unit of the number, in the plural.
         text: its HELP line.
         labels: besides SGLang's own.
     """
@@ -87,10 +87,10 @@ class Exporter:
         self.exported: dict[str, float] = {}
 
     def export(self, values: Mapping[str, float | Mapping[str, float]]) -> None:
-        """Bring all of them up to date.
+        """Set all metrics to their present values.
 
         Args:
-            values: what each metric has come to, by its name without ``PREFIX``; for ``pool_bytes`` by pool.
+            values: the present value of each metric, by its name without ``PREFIX``; of ``pool_bytes`` a mapping by pool.
 
         Raises:
             KeyError: a value is missing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be typed: the flags, and the config that they make."""
+"""The flags of KV retrieval, and the FreeKVConfig that is made from them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the user typed; None where nothing was."""
+    """The user's options, as given; None for an option that was not given."""
 
     kv_retrieval: str | None = None
     freekv_budget: int | None = None
@@ -147,17 +147,17 @@ ADVISED_PAGE_SIZES = range(2, 1025)
 
 
 def config_from(options: Options, page_size: int) -> FreeKVConfig:
-    """FreeKVConfig of what was typed; a sink or window that was not shrinks with the budget.
+    """FreeKVConfig of the user's options. A sink or window that was not given shrinks with a small budget.
 
     Raises:
-        Refusal: as FreeKVConfig. It names ``--page-size`` if that is not the default and another one suits the other sizes.
+        Refusal: as FreeKVConfig. It names ``--page-size`` if that was changed and another page size suits the other options.
     """
     _refuse_page_size(options, page_size)
     return _config(options, page_size)
 
 
 def _refuse_page_size(options: Options, page_size: int) -> None:
-    """Raises the Refusal of a page size that the sizes beside it exclude, with the nearest that they allow."""
+    """Raise a Refusal if the other sizes exclude ``page_size`` but allow another one; it advises the nearest of these."""
     sizes = Options(options.kv_retrieval, **{name: getattr(options, name) for name in SIZES})
     reason = _reason_against(sizes, page_size)
     if reason is None or page_size < 1 or page_size == DEFAULT_PAGE_SIZE:
@@ -169,7 +169,7 @@ def _refuse_page_size(options: Options, page_size: int) -> None:
 
 
 def _reason_against(options: Options, page_size: int) -> str | None:
-    """What a page size is refused for, without the advice; None if it is not."""
+    """The reason for which ``page_size`` is refused, without its remedy; None if it is accepted."""
     try:
         _config(options, page_size)
     except Refusal as refusal:
@@ -179,7 +179,7 @@ def _reason_against(options: Options, page_size: int) -> str | None:
 
 @lru_cache
 def _divisors(tokens: int) -> tuple[int, ...]:
-    """Page sizes that may be advised and of which ``tokens`` are a whole number."""
+    """Those of ``ADVISED_PAGE_SIZES`` that divide ``tokens``."""
     return tuple(size for size in ADVISED_PAGE_SIZES if tokens % size == 0)
 
 
@@ -210,7 +210,7 @@ def _config(options: Options, page_size: int) -> FreeKVConfig:
 
 
 def whole_tokens(name: str, value: int | None, default: int | None) -> int | None:
-    """``value``, or ``default`` where nothing was typed; raises Refusal for what is no whole number."""
+    """``value``, or ``default`` if it is None; raises Refusal unless it is a whole number."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         example = DEFAULTS.budget_tokens if default is None else default
         raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {example}")
@@ -233,7 +233,11 @@ def _number(name: str, value: float | None, default: float | None) -> float | No
 
 
 def _layers(value: Any) -> tuple[int, ...]:
-    """Layer numbers from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``; ``""`` and ``"none"`` are no layer."""
+    """Layer numbers, ascending, from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``. ``""`` and ``"none"`` mean no layer.
+
+    Raises:
+        Refusal: an item is not a whole number.
+    """
     if value is None:
         return DEFAULTS.dense_layers
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

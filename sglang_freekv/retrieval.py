@@ -265,7 +265,7 @@ class Retrieval:
         return self.counts[rows]
 
     def _stamp(self, layer: int, kind: int) -> dict[str, torch.Tensor]:
-        """What a kernel takes to write down when it ran; nothing unless recall is timed."""
+        """Keyword arguments by which a kernel stamps its time; none unless recall is timed."""
         return {} if self.clock is None else {"stamp": self.clock.stamp(layer, kind)}
 
     def _offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
