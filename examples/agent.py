@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays an agent whose conversation grows by one tool result a turn. Each turn computes its new tokens alone.
+"""Plays an agent whose conversation grows by one tool result a turn. Each turn computes only its new tokens.
 
 Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
      python examples/agent.py [--url http://127.0.0.1:30000]
-Expect: right answers, and a prompt that grows while the tokens that are computed stay about the same.
+Expect: right answers. The prompt grows, but the number of computed tokens stays about the same.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from openai import OpenAI
 
 
 def read_file(number: int, tokens: int, seed: int):
-    """Stands for the agent's tool: a file's text, and what the agent wants to know of it."""
+    """Stands for the agent's tool. Returns the text of a file, and a fact in it to ask about."""
     document, (fact,) = write_document(1000 * seed + number, tokens, questions=1)
     return document.text, fact
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends stock SGLang and FreeKV the same load with SGLang's bench_serving: questions that share a few long prefixes.
+"""Measures stock SGLang and FreeKV with SGLang's bench_serving, under the same load: questions that share a few long prefixes.
 
 Run: python -m sglang.launch_server --model-path MODEL --port 30001
      python -m sglang.launch_server --model-path MODEL --kv-retrieval freekv
      python examples/bench_shared_prefix.py [--stock http://127.0.0.1:30001] [--freekv http://127.0.0.1:30000]
-Expect: a line for each server that answers. On one GPU start one after the other, and name `none` for the one that is not up.
+Expect: one line for each server. With one GPU, start one server after the other, and give `none` as the other's address.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def measure(url: str, load: list[str]) -> dict:
-    """What bench_serving reports of one server. Its prefix cache is emptied first."""
+    """The report of bench_serving on the server at ``url``, as a dict. The prefix cache of the server is emptied first."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.jsonl"
         command = ["-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", url, "--flush-cache", *load]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long documents with questions whose answers are known, and what the examples beside this file print of an answer."""
+"""Long documents, questions about them with known answers, and the lines that the other examples print about an answer."""
 
 import sys
 from pathlib import Path
@@ -16,11 +16,12 @@ KINDS = ("magic-number", "code-word")
 
 
 def write_document(seed: int, tokens: int, questions: int) -> tuple[Document, tuple[Fact, ...]]:
-    """Prose with facts hidden in it, and as many of them as there are questions.
+    """A document with facts hidden in its prose, and the facts to ask about.
 
     Args:
+        seed: of the document's text and facts.
         tokens: length of the document by the bundled model's tokenizer.
-        questions: facts to ask about; each has a ``question`` and an ``answer``.
+        questions: number of facts that are returned. Each has a ``question`` and an ``answer``.
     """
     document = make_document(np.random.default_rng(seed), tokens, tasks=[KINDS[index % 2] for index in range(questions)])
     return document, document.facts[:questions]
@@ -32,13 +33,13 @@ def question_about(text: str, question: str) -> dict[str, str]:
 
 
 def judge(reply: str, fact: Fact) -> str:
-    """The reply with a verdict."""
+    """The reply, and whether it is right."""
     expected = fact.answer.strip()
     return f"{reply.strip()} ({'right' if expected in reply else f'WRONG, expected {expected}'})"
 
 
 def describe(counts: dict[str, int]) -> str:
-    """What retrieval did for one answer: ``meta_info["freekv"]``. A unit is one (page, kv head) of one layer."""
+    """Two lines about the counts of one answer, ``meta_info["freekv"]``. A unit is one (page, kv head) of one layer."""
     return (
         f"attended to {counts['attended_pages']} of {counts['context_pages']} pages in each of {counts['decode_steps']} decode steps\n"
         f"  recalled {counts['recalled_units']} of {counts['selected_units']} selected units from host memory, "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks an SGLang program over one shared document: the questions are asked at once, and the document is computed once.
+"""Forks an SGLang program over one shared document. All questions run at once, and the document is computed once.
 
 Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
      python examples/frontend_fork.py [--url http://127.0.0.1:30000]
-Expect: a right answer from every branch, and the document cached in each.
+Expect: a right answer from every branch. Each finds the document in the prefix cache.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 @sgl.function
 def ask_all(s, shared: str, branches: list[str]):
     s += shared
-    s.sync()  # so that the fork finds the document, and has it computed before the branches ask
+    s.sync()  # hands the document to the fork, which has it computed before the branches ask
     forks = s.fork(len(branches))
     for fork, branch in zip(forks, branches):
         fork += branch
@@ -27,7 +27,10 @@ def ask_all(s, shared: str, branches: list[str]):
 
 
 def chat_around(model_path: str, document: str) -> tuple[str, str]:
-    """The text before and behind a question about the document, by the model's chat template. The server adds the first token itself."""
+    """The prompt's text before and after a question about the document, by the model's chat template.
+
+    It lacks the BOS token, which the server adds.
+    """
     tokenizer, mark = AutoTokenizer.from_pretrained(model_path), "<question>"
     text = tokenizer.apply_chat_template([question_about(document, mark)], add_generation_prompt=True, tokenize=False)
     before, behind = text.split(mark)

@@ -44,5 +44,5 @@ def main() -> None:
         print(f"  {describe(answer['meta_info']['freekv'])}")
 
 
-if __name__ == "__main__":  # the engine starts processes that import this file
+if __name__ == "__main__":  # needed, because the engine starts processes that import this file
     main()

@@ -3,7 +3,7 @@
 
 Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
      python examples/openai_client.py [--url http://127.0.0.1:30000]
-Expect: two right answers, and the second one's first token sooner.
+Expect: two right answers. The first token of the second answer comes sooner.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from openai import OpenAI
 
 
 def ask(client: OpenAI, model: str, message: dict) -> tuple[str, float, dict]:
-    """The answer, seconds until its first token, and SGLang's counts of the request."""
+    """The answer, the seconds until its first token, and SGLang's ``meta_info``."""
     started, first, words, meta = time.perf_counter(), None, [], {}
     stream = client.chat.completions.create(
         model=model, messages=[message], temperature=0, max_tokens=64, stream=True, extra_body={"return_meta_info": True}

@@ -1,4 +1,4 @@
-"""Fixtures: servers of a test module, and the three that all end-to-end tests share."""
+"""Fixtures: servers for one test module, and the three servers that all end-to-end tests share."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def modules_with_kernels():
-    """Names of all of ours that declare some, the benchmarks' too, whichever test imports them first."""
+    """Names of all modules of the package and of the benchmarks that declare Triton kernels."""
     for directory, prefix in ((ROOT / "kernels", "sglang_freekv.kernels."), (ROOT / "benchmarks", "")):
         for path in sorted(directory.rglob("*.py")):
             if "@triton.jit" in path.read_text():
                 yield prefix + ".".join(path.relative_to(directory).with_suffix("").parts)
 
 
-if not torch.cuda.is_available():  # what is declared now runs under Triton's interpreter; servers started later know nothing of it
+if not torch.cuda.is_available():  # kernels declared now run under Triton's interpreter; servers are not affected
     sys.path.append(str(ROOT / "benchmarks"))
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         for name in modules_with_kernels():
             import_module(name)
-        import_module("triton.experimental.gluon.language")  # the interpreter does so at its first launch
+        import_module("triton.experimental.gluon.language")  # else the interpreter imports it at its first launch
 
 from made_up import ask, make_machine  # noqa: E402, F401, fixtures
 from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too
@@ -38,8 +38,8 @@ from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402
 settings.register_profile("the same in every run", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("the same in every run")
 
-torch.set_num_threads(1)  # tiny tensors: threads cost more than they bring
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of servers: side by side, threads that wait for each other for a core cost tenfold
+torch.set_num_threads(1)  # more threads are slower on tiny tensors
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for servers: side by side on few cores, more threads slow them tenfold
 
 
 def pytest_collection_modifyitems(items):
@@ -50,9 +50,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory):
-    """``with serve(flags, flags, ..., env=...) as servers``: side by side; their logs must be clean in the end.
+    """``with serve(flags, flags, ..., env=...) as servers`` starts servers side by side, and checks their logs in the end.
 
-    ``env`` is for all of them, or a list with one for each.
+    ``env`` holds environment variables for all servers, or is a list with a dict for each.
     """
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Real servers for tests, on this machine's CPU and in float32, so that tokens can be compared."""
+"""Real servers for tests. They run on the CPU in float32, so that tokens can be compared."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def freekv(budget: int, **others) -> dict:
 
 
 class TestServer(Server):
-    """A server whose command line is ``{"--name": value}``; True is a flag without a value.
+    """A server on a free port.
 
     Args:
-        log: where its output goes.
-        env: variables to export; stock SGLang needs some here, FreeKV none.
+        flags: its command line, ``{"--name": value}``; True is a flag without a value.
+        log: file for its output.
+        env: environment variables to set for it.
     """
 
     __test__ = False
@@ -64,7 +65,7 @@ class TestServer(Server):
             return list(pool.map(lambda prompt: self.generate(prompt, max_new_tokens, **sampling), prompts))
 
     def when_idle(self) -> dict | None:
-        """The server's ``freekv`` state once nothing runs; None of a stock server."""
+        """Wait until no request runs, and return the server's ``freekv`` state; None for a stock server."""
         self.wait_until_idle()
         return self.state()
 
@@ -74,20 +75,20 @@ class TestServer(Server):
         return self.when_idle()
 
     def check(self) -> None:
-        """Raise RuntimeError if it has died, or its log tells that something went wrong."""
+        """Raise RuntimeError if the server has died, or if its log has a traceback or a memory leak."""
         log = self.log.read_text(errors="replace")
         if not self.is_alive() or "Traceback (most recent call last)" in log or "memory leak" in log.lower():
             raise RuntimeError(f"the server {'logged an error' if self.is_alive() else 'has died'}\n{self.tail()}")
 
 
 class LoraServer(TestServer):
-    """It serves adapters on a CPU: ``lora_server.py``."""
+    """A server that serves LoRA adapters on a CPU; its program is ``lora_server.py``."""
 
     program = (sys.executable, str(Path(__file__).with_name("lora_server.py")))
 
 
 class FaultyServer(TestServer):
-    """Its host memory goes bad when it is told to: ``faulty_server.py``."""
+    """A server whose host memory can be damaged by a test; its program is ``faulty_server.py``."""
 
     program = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
 
@@ -96,16 +97,19 @@ class FaultyServer(TestServer):
         super().__init__({"--damage": self.damage_file} | flags, log)
 
     def damage(self, layer: int, head: int, *pages: int, rank: int = 0, swept: bool = False) -> None:
-        """Turn a bit of one unit of each host page, and wait until that is done.
+        """Flip a bit in one unit of each host page, and wait until the server has done so.
 
         Args:
-            layer: of the model; layer 0 is dense, the others are retrieval layers.
-            swept: whether the server looks for it when it is idle, from now on.
+            layer: of the model, numbered from 0; at least 1, because layer 0 is dense.
+            head: kv head of the rank.
+            pages: host pages.
+            rank: whose host pool is damaged.
+            swept: whether the server examines its host pool when it is idle, from now on.
         """
         self._say({"layer": layer - 1, "head": head, "pages": pages, "rank": rank, "swept": swept})
 
     def delay_graphs(self, cycles: int) -> None:
-        """Have every decode graph begin late, so that what the host launches behind it waits; two cycles of an H200 take a nanosecond."""
+        """Delay the begin of every decode graph by ``cycles``, and all work behind it. Two cycles of an H200 take about a nanosecond."""
         self._say({"pages": [], "rank": 0, "graph_delay": cycles})
 
     def _say(self, what: dict) -> None:
@@ -124,7 +128,7 @@ def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
 
 
 def start_all(servers: Iterable[TestServer]) -> list[TestServer]:
-    """Wait for servers that are starting side by side; if one fails, stop them all."""
+    """Wait until all servers, which start side by side, are ready. If one fails, stop them all and raise its error."""
     servers = list(servers)
     try:
         for server in servers:
@@ -137,7 +141,7 @@ def start_all(servers: Iterable[TestServer]) -> list[TestServer]:
 
 
 def stop_all(servers: Iterable[TestServer]) -> None:
-    """Stop servers side by side, and raise RuntimeError if something had gone wrong in one of them."""
+    """Stop servers side by side, and raise RuntimeError if ``check`` fails for one of them."""
     servers, faults = list(servers), []
     for server in servers:
         try:

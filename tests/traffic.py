@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
 
-ROWS, LONGEST_PROMPT, LONGEST_ANSWER = 4, 96, 28  # contexts of all rows fit the engine's context buffer together
+ROWS, LONGEST_PROMPT, LONGEST_ANSWER = 4, 96, 28  # contexts of all rows fit a staging buffer together
 POOL_TOKENS = 320  # less than they take: pages change hands
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -362,7 +362,7 @@ def _by_the_rows_of_the_pass(engine) -> None:
 
 
 def _without_waiting_for_the_pass_before_the_graph(engine) -> None:
-    """A context buffer is overwritten that an extend before the graph still computes on."""
+    """A staging buffer is overwritten while an extend before the graph still computes on it."""
     _attending_late(engine)
     staging, begin = engine.retrieval.store.staging, engine.retrieval.store.staging.begin
     staging.begin = lambda tokens, prefixes, behind=None: begin(tokens, prefixes, behind and behind[1:])

@@ -1,4 +1,4 @@
-"""Prefill batches that SGLang's own adder builds: whole pages, and contexts that fit the context buffers together."""
+"""Prefill batches that SGLang's own adder builds: whole pages, and contexts that fit a staging buffer together."""
 
 from __future__ import annotations
 
