@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that start SGLang with KV retrieval: the demo, the test suite, and recipes for models."""
+"""Commands around a server with KV retrieval: the doctor, the demo, the test suite, and the page of flags."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cards: GPUs that are known by name, with what a process finds of their memory and link."""
+"""Cards: the GPUs that the doctor knows by name, with their memory and their link to the host."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from sglang_freekv.config import GIB, Refusal
 
-GEN4, GEN5, C2C = 24.0, 54.0, 300.0  # GB/s of pinned copies over PCIe x16 of that generation, or NVLink-C2C: estimates
+GEN4, GEN5, C2C = 24.0, 54.0, 300.0  # estimated GB/s of pinned copies over PCIe x16 of generation 4 or 5, or over NVLink-C2C
 
 
 class Card(NamedTuple):
     """A GPU.
 
     Args:
-        name: as people write it.
-        gib: memory that CUDA gives to a process, a little below what is printed on the box.
-        link_gb_per_s: rate of its link to host memory; an estimate.
+        name: as users write it.
+        gib: GiB that CUDA reports, a little less than the nominal size.
+        link_gb_per_s: estimated GB/s of its link to host memory.
     """
 
     name: str
@@ -57,7 +57,7 @@ CARDS = (
 
 
 def card_of(text: str) -> Card | None:
-    """The card that ``text`` names, whatever its case and punctuation; None if there is none of that name."""
+    """The card of the name ``text``, regardless of case and punctuation; None if it is unknown."""
     return next((card for card in CARDS if _plain(card.name) == _plain(text)), None)
 
 
@@ -67,10 +67,10 @@ def _plain(name: str) -> str:
 
 
 def memory_and_link(text: str) -> tuple[str, int, float | None]:
-    """Name, bytes of memory, and GB/s of the link where the card is known.
+    """Name, bytes of memory, and GB/s of the link of the GPU that ``--gpu`` names. The link is None if only GiB are given.
 
     Raises:
-        Refusal: ``text`` is no card of ``CARDS`` and no number of GiB.
+        Refusal: ``text`` is neither a card of ``CARDS`` nor a number of GiB.
     """
     if card := card_of(text):
         return card.name, card.memory_bytes, card.link_gb_per_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint: the files of a model on this machine. Whatever they hold, reading them ends, and nothing of them is executed."""
+"""Checkpoint: the files of a model on this machine. Reading them always ends, whatever they hold, and never runs their code."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pathlib import Path
 from sglang_freekv.config import Refusal
 from sglang_freekv.launch.files import MIB, MOST_NUMBER, kind_of, read_json, reason
 
-MOST_BYTES = 16 * MIB  # of a config; the largest of published models have about one
-MOST_INDEX_BYTES = MOST_HEADER_BYTES = 100 * MIB  # the format's own limit of a header
-ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)  # of a model at Hugging Face
+MOST_BYTES = 16 * MIB  # of a config; those of published models have at most about 1 MiB
+MOST_INDEX_BYTES = MOST_HEADER_BYTES = 100 * MIB  # safetensors' own limit of a header
+ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)  # a Hugging Face id
 MOST_FILES = 100_000
-QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")  # that SGLang reads beside config.json
+QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")  # SGLang reads these beside config.json
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a weights file.
+    """A tensor in a safetensors file.
 
     Args:
-        dtype: as safetensors writes it.
+        dtype: its name in safetensors, such as "BF16".
     """
 
     name: str
@@ -42,9 +42,9 @@ class Checkpoint:
     """A model on this machine.
 
     Args:
-        asked: as it was typed.
-        file: its config.json.
-        config: what that holds.
+        asked: the user's ``--model-path``.
+        file: the model's config.json.
+        config: the content of ``file``.
     """
 
     asked: str
@@ -53,10 +53,10 @@ class Checkpoint:
 
     @classmethod
     def find(cls, asked: str) -> Checkpoint:
-        """Of a directory, a config.json, or an id in Hugging Face's cache.
+        """The checkpoint of a directory, a config.json, or a Hugging Face id in the local cache.
 
         Raises:
-            Refusal: there is none, or it is no config of a model.
+            Refusal: it was not found, or its config.json does not describe a model.
         """
         file = Path(asked)
         try:
@@ -84,26 +84,26 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """What a server is started with: the id, or the directory."""
+        """The ``--model-path`` for a server: the id, or the directory."""
         return str(self.directory) if Path(self.asked) == self.file and self._has_neighbours else self.asked
 
     @property
     def _has_neighbours(self) -> bool:
-        """Whether what lies beside the config is of the same model."""
+        """Whether the files beside the config belong to the same model."""
         return self.file.name == "config.json"
 
     def quantization_files(self) -> Iterator[tuple[str, dict]]:
-        """What lies beside config.json and tells SGLang how the weights are quantised."""
+        """Names and contents of the files beside config.json that tell SGLang how the weights are quantised."""
         for name in QUANTIZATION_FILES:
             file = self.directory / name
             if self._has_neighbours and file.exists():
                 yield name, read_json(file, MOST_BYTES)
 
     def tensors(self) -> list[Tensor] | None:
-        """What the headers of the weights' files tell; None where not all of the files are here.
+        """All tensors, from the headers of the safetensors files; None if a file is absent.
 
         Raises:
-            Refusal: a file is none of its format.
+            Refusal: a file is not in the format of safetensors.
         """
         names, _ = self._index()
         if names is None:
@@ -116,7 +116,7 @@ class Checkpoint:
         return [tensor for file in files for tensor in _header(file)]
 
     def total_size(self) -> int | None:
-        """Bytes of all weights by the index; None where there is none."""
+        """Bytes of all weights, from the index of the files; None without an index."""
         return self._index()[1]
 
     def _index(self) -> tuple[list[str] | None, int | None]:
@@ -135,7 +135,7 @@ class Checkpoint:
 
 
 def _in_cache(repository: str) -> Path | None:
-    """config.json of an id in Hugging Face's cache; None if it is no id or not there. Asks nobody else."""
+    """config.json of a Hugging Face id in the local cache, or None. The network is not used."""
     if not ID.fullmatch(repository):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -149,7 +149,11 @@ def _in_cache(repository: str) -> Path | None:
 
 
 def _header(file: Path) -> Iterator[Tensor]:
-    """Tensors of a safetensors file, by its first bytes."""
+    """Tensors of a safetensors file, from the header at its beginning.
+
+    Raises:
+        Refusal: the file is not in the format of safetensors.
+    """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(kind_of(file.stat().st_mode))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a server with KV retrieval two questions about one long document, and shows what retrieval did.
+"""Asks a server with KV retrieval two questions about one long document, and shows the counts of retrieval.
 
 Run it with ``bash launch/demo.sh [--keep] [--port N]``, which installs what it needs.
 """
@@ -48,13 +48,13 @@ def load_prompts() -> list:
 
 
 def ask(server: Server, messages: list[dict[str, str]]) -> dict:
-    """``return_meta_info`` adds SGLang's ``meta_info``, which holds the request's retrieval counts, to each choice."""
+    """The reply to ``messages``. Its choices have SGLang's ``meta_info``, which holds the request's counts of retrieval."""
     body = {"model": "needle", "messages": messages, "temperature": 0, "max_tokens": MAX_ANSWER_TOKENS, "return_meta_info": True}
     return server.post("/v1/chat/completions", body)
 
 
 def describe(reply: dict) -> list[str]:
-    """What the server did for one question, in lines."""
+    """Lines about the server's counts for one question."""
     usage, counts = reply["usage"], reply["choices"][0]["meta_info"].get("freekv")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     lines = [f"{usage['prompt_tokens']} prompt tokens, {cached} of them from the prefix cache"]
@@ -71,7 +71,7 @@ def describe(reply: dict) -> list[str]:
 
 
 def put(server: Server, number: int, prompt) -> bool:
-    """Asks one question and shows the answer; returns whether it is right."""
+    """Ask one question and show the answer; returns whether it is right."""
     started = time.monotonic()
     reply = ask(server, list(prompt.messages))
     seconds = time.monotonic() - started

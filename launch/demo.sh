@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv if that has not been done, starts SGLang with KV retrieval on the needle model, and asks it two questions:
+# Sets up .venv if it is absent, starts SGLang with KV retrieval on the needle model, and asks it two questions:
 #   bash launch/demo.sh [--keep] [--port N]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -4,7 +4,7 @@
     freekv-doctor --model-path MODEL [--tp N] [--requests N] [--context-length N] [--gpu NAME|GIB] [--host-memory SIZE] ...
     freekv-doctor
 
-Exit status: 0, nothing found that would stop a server; 1, something would, or keeps the requests from being served; 2, bad input.
+Exit status: 0, nothing was found that would stop a server; 1, a server would not start, or could not serve the requests; 2, bad input.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from sglang_freekv.launch.finding import Finding
 from sglang_freekv.launch.question import Question
 
 LINK = "link to the device"
-SIGPIPE_STATUS = 128 + signal.SIGPIPE  # as a shell tells of a program that nobody listens to
+SIGPIPE_STATUS = 128 + signal.SIGPIPE  # the status by which a shell reports a broken pipe
 
 
 def examine(question: Question, machine=None):
-    """The report on a question.
+    """The Report on a question.
 
     Args:
-        machine: this one; None is looked at where it is asked about.
+        question: the server to plan, or this machine alone.
+        machine: this Machine; with None it is examined when the question needs it.
 
     Raises:
-        Refusal: the options do not go together with the model, or its config is none.
+        Refusal: SGLang does not accept the model's config, or an option does not suit the model.
     """
     from sglang_freekv.launch.report import Report
 
@@ -62,10 +63,10 @@ def examine(question: Question, machine=None):
 
 
 def main(argv: Sequence[str] | None = None, machine=None) -> int:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}  # a plan asks nobody on the network
+    os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}  # a plan does not use the network
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a file's name may be of any bytes
+            stream.reconfigure(errors="backslashreplace")  # the name of a file may hold any bytes
     try:
         with _interruptible():
             return _run(argv, machine)
@@ -73,14 +74,14 @@ def main(argv: Sequence[str] | None = None, machine=None) -> int:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would fail again
         return SIGPIPE_STATUS
 
 
 def _run(argv: Sequence[str] | None, machine) -> int:
     try:
         question = Question.parse(argv)
-    except SystemExit as done:  # of --help
+    except SystemExit as done:  # argparse exits so after --help
         sys.stdout.flush()
         return int(done.code or 0)
     report = examine(question, machine)
@@ -91,7 +92,7 @@ def _run(argv: Sequence[str] | None, machine) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the process at once: an exception would pass through libraries that are being loaded, and some abort of it."""
+    """Make Ctrl-C end the process at once, with status 2. Some libraries abort if an exception is raised while they load."""
 
     def stop(*_) -> None:
         os.write(2, b"error: interrupted\n")

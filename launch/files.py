@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of strangers: whatever they are and hold, reading them ends soon."""
+"""Reads untrusted files. Reading ends soon, whatever a file is and holds."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ MIB = 1 << 20
 MOST_NUMBER = 1 << 53
 MOST_LAYERS = 4096
 OBJECTS = re.compile(r"^(rope_scaling|rope_parameters|(\w+_)?(text|vision|quantization)_config)$")
-COUNTED = re.compile(r"^num_(\w+_)?(layers|heads)$|^(hidden|vocab)_size$|^max_position_embeddings$")  # by whole numbers in every config
+COUNTED = re.compile(r"^num_(\w+_)?(layers|heads)$|^(hidden|vocab)_size$|^max_position_embeddings$")  # whole numbers in every config
 
 
 def read_json(file: Path, most: int) -> Any:
     """The JSON of a regular file of at most ``most`` bytes.
 
     Raises:
-        Refusal: it is no such file, or its content is out of bounds.
+        Refusal: it is not such a file, or its content is out of bounds.
     """
     return parse_json(_read(file, most).decode(errors="replace"), str(file))
 
 
 def parse_json(text: str, source: str) -> Any:
-    """JSON within the bounds of what a config may hold.
+    """The JSON in ``text``, within the bounds of a model's config.
+
+    Args:
+        source: name of its file or flag, for errors.
 
     Raises:
-        Refusal: it is broken, too deep, or has a number that no model has.
+        Refusal: it is broken, nested too deep, or has a number that is too large.
     """
     try:
         value = json.loads(text)
@@ -55,7 +58,7 @@ def _too_deep(source: str) -> Refusal:
 
 
 def _expect_in_bounds(value: Any, source: str, key: str = "") -> None:
-    """No number that would keep somebody counting for ever: lists as long as a model has layers are made of configs."""
+    """Raise Refusal for a number that is too large. SGLang and transformers make lists with one item per layer, for example."""
     if OBJECTS.search(key) and not isinstance(value, dict | None):
         raise Refusal(f"{source}: expected {key}, an object, found {json.dumps(value)[:80]}; give the model's own")
     if isinstance(value, dict):
@@ -74,10 +77,10 @@ def _expect_in_bounds(value: Any, source: str, key: str = "") -> None:
 
 
 def _read(file: Path, most: int, offset: int = 0) -> bytes:
-    """At most ``most`` bytes of a regular file; never waits for a writer.
+    """The bytes of a regular file from ``offset`` on. It never waits for another process.
 
     Raises:
-        Refusal: it is no regular file, or longer.
+        Refusal: it is not a regular file, has more than ``most`` bytes, or cannot be read.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding: one thing the doctor looked at, what it saw, and what to do about it."""
+"""Finding: one fact that the doctor found, and its remedy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Finding:
     """A line of the report.
 
     Args:
-        name, value: what was looked at, and what was seen, for a reader.
-        remedy: what to do about it; None where nothing is to be done.
-        stops: a server would not start, or could not serve the requests that were asked about.
-        figures: what ``value`` says, for a program: bytes, counts, bytes per second; the unit ends the name.
+        name: the subject, such as "memlock".
+        value: the fact, in words.
+        remedy: how to mend it; None if there is nothing to mend.
+        stops: whether it keeps a server from starting, or from serving the requests of the plan.
+        figures: the numbers in ``value``, for programs. The unit is the last part of a name, such as ``bytes_per_s``.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Finding:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in TiB or GiB, or in MiB or KiB if they are few."""
+    """``num_bytes`` in words, with a unit from KiB to PiB."""
     for unit, name in ((1 << 50, "PiB"), (1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB")):
         if abs(num_bytes) >= unit / 2 and (unit <= GIB or abs(num_bytes) >= unit):
             return f"{num_bytes / unit:.2f} {name}"

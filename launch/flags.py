@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the page of flags from the table that the server parses:
+"""Writes docs/flags.md from the table of flags that the server parses:
 
     python -m sglang_freekv.launch.flags > docs/flags.md
 """

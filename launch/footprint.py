@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Footprint: what requests cost a rank on each tier, and what recall asks of the link; by the server's own sizing."""
+"""Footprint: bytes of a rank that requests take in each kind of memory, and bytes that recall copies, by the server's own sizing."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass, replace
 from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.sizing import Sizing
 
-CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model: README, Speed
-MOST_REQUESTS = 4096  # SGLang's own limit, unless more are asked for
+CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model
+MOST_REQUESTS = 4096  # SGLang's default limit
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Requests of the longest context that ``sizing`` is for, on one rank."""
+    """Sizes of requests on one rank, each with the longest context of ``sizing``."""
 
     sizing: Sizing
 
     @property
     def tokens(self) -> int:
-        """The context of a request in whole pages."""
+        """Tokens of a request's context, rounded up to whole pages."""
         page = self.sizing.config.page_size
         return -(-self.sizing.context_len // page) * page
 
     @property
     def host_bytes(self) -> int:
-        """Of one request in the host pool."""
+        """Bytes of one request in the host pool."""
         return self.tokens * self.sizing.host_bytes_per_token
 
     @property
     def digest_token_bytes(self) -> float:
-        """Digests, and checksums if there is a canary."""
+        """Bytes of digests for one token, and of checksums if there is a canary."""
         return replace(self.sizing, shape=replace(self.sizing.shape, dense_layers=0)).device_bytes_per_token
 
     @property
@@ -40,20 +40,22 @@ class Footprint:
 
     @property
     def recalled_bytes(self) -> float:
-        """Of one decoded token: the selected pages that the step before did not have."""
+        """Bytes that one decode step of a request recalls: the units that it selects and the step before did not."""
         config = self.sizing.config
         return MISSED * config.pages.selected * config.page_size * self.sizing.host_bytes_per_token
 
     def device_bytes(self, requests: int) -> float:
-        """Of ``requests`` at once, a row of padding and the staging of prefixes included."""
+        """Device bytes of ``requests`` at once, including the row of padding and the staging buffers."""
         tokens = requests * self.tokens * self.sizing.device_bytes_per_token
         return tokens + (requests + 1) * self.sizing.row_bytes + self.sizing.staging_bytes
 
     def fit(self, requests: int, host_bytes: int, device_bytes: int, most_tokens: int | None, most_rows: int | None) -> bool:
-        """Whether a server with these bytes for its pools has tokens and rows for so many.
+        """Whether a server has tokens and rows for ``requests`` at once.
 
         Args:
-            most_tokens: ``--max-total-tokens``.
+            requests: number of requests.
+            host_bytes, device_bytes: of its pools, on one rank.
+            most_tokens: ``--max-total-tokens``; None is no limit.
             most_rows: ``--max-running-requests``; None is ``requests``.
         """
         tokens = self.sizing.tokens(host_bytes, device_bytes, most_rows or requests)

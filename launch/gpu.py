@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gpu: the device that a server would take, and all that the doctor asks of CUDA."""
+"""Gpu: the GPU that a server would use, as CUDA reports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP, REPEATS = 2, 5
 
 
 class Gpu:
-    """Device 0 of CUDA, if there is one."""
+    """Device 0 of CUDA, if there is one. ``complaint`` is the first warning of torch about CUDA, or None."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings(record=True) as said:
@@ -36,12 +36,12 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
-        """Free, and in all."""
+        """Free bytes, and all bytes."""
         return torch.cuda.mem_get_info(0)
 
     @property
     def pci_address(self) -> str:
-        """As directories of ``/sys/bus/pci/devices`` are named."""
+        """The GPU's name in ``/sys/bus/pci/devices``."""
         found = torch.cuda.get_device_properties(0)
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
@@ -50,18 +50,18 @@ class Gpu:
 
         Raises:
             PinError: CUDA does not lock it.
-            OSError: the system does not give it.
+            OSError: the system does not grant it.
         """
         torch.cuda.set_device(0)
         memory = pinned.allocate(num_bytes, huge=True)
         pinned.unpin([pinned.pin(memory)])
 
     def copy_rates(self, num_bytes: int) -> tuple[float, float]:
-        """Bytes per second to the device and to the host, of copies of ``num_bytes`` of page-locked memory.
+        """Bytes per second of copies to the device and to the host, each of ``num_bytes`` of page-locked memory.
 
         Raises:
             PinError, OSError: as :meth:`pin`.
-            RuntimeError: CUDA's, such as no room on the device.
+            RuntimeError: an error of CUDA, for example that the device has no room.
         """
         torch.cuda.set_device(0)
         memory = pinned.allocate(num_bytes, huge=True)
@@ -74,7 +74,7 @@ class Gpu:
 
 
 def _seconds(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Median of one copy, by the device's own clock."""
+    """Median time of a copy, by the device's clock."""
     samples = []
     for _ in range(WARM_UP + REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

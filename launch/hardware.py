@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware: the machine that a plan is for, measured here or described by whoever asks."""
+"""Hardware: the machine of a plan. It is this machine, or one that the user describes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sglang_freekv.launch.question import Question
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a server has.
+    """GPUs, memory and link of a machine.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        gpu: what to call a GPU.
-        gpus: how many there are.
-        gpu_bytes: memory of one that is free; None if nobody said.
-        host_bytes: memory of the host that is free; None if nobody said.
-        link: bytes per second to a GPU; None if nobody knows.
-        origin: where ``link`` is from.
+        gpu: name of its GPUs.
+        gpus: number of GPUs.
+        gpu_bytes: free bytes of one GPU; None if unknown.
+        host_bytes: free bytes of host memory; None if unknown.
+        link: bytes per second from the host to a GPU; None if unknown.
+        origin: source of ``link``, in words.
     """
 
     device: str
@@ -35,7 +35,7 @@ class Hardware:
 
     @classmethod
     def described(cls, question: Question) -> Hardware:
-        """By the question alone; this machine is not asked."""
+        """The machine that the question describes. This machine is not examined."""
         name, memory, link = question.gpu or ("GPU of unknown size", None, None)
         link, origin = (question.link, "given") if question.link else (link and link * 1e9, f"an estimate for {name}")
         device = question.server.device or "cuda"
@@ -43,7 +43,7 @@ class Hardware:
 
     @classmethod
     def here(cls, question: Question, machine: Machine, link: float | None) -> Hardware:
-        """This machine, whose link was measured at ``link`` bytes per second."""
+        """This machine. Its link was measured at ``link`` bytes per second, or not at all."""
         gpu = machine.gpu
         on_gpu = gpu.present and question.server.device != "cpu"
         device, name = ("cuda", gpu.name) if on_gpu else ("cpu", "no GPU")

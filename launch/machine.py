@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine: what is installed here, what the host has, and what would keep its memory from being pinned."""
+"""Machine: the GPU, packages, host memory and limits of this machine, as findings."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Machine:
     """This machine.
 
     Args:
-        gpu: what is asked about CUDA.
-        proc, sys: where Linux tells about itself.
+        gpu: its GPU.
+        proc, sys: directories of Linux's ``/proc`` and ``/sys``.
     """
 
     gpu: Gpu
@@ -40,7 +40,7 @@ class Machine:
 
     @property
     def room(self) -> host_memory.Room:
-        """Host memory that can still be had, the limits of cgroups and of this process counted."""
+        """Host memory that is still available within the limits of this machine, its cgroup and this process."""
         return host_memory.room(self.proc, self.sys / "fs/cgroup")
 
     @property
@@ -49,7 +49,7 @@ class Machine:
 
     @property
     def host_pool_bytes(self) -> int:
-        """The host pool of a server of one rank without ``--freekv-host-memory``."""
+        """Default bytes of the host pool for a server of one rank, without ``--freekv-host-memory``."""
         return host_memory.default_host_pool_bytes(self.available_bytes, 1, self.gpu.device)
 
     def findings(self) -> Iterator[Finding]:
@@ -179,7 +179,7 @@ class Machine:
 
 
 def _requirement(package: str) -> str | None:
-    """The one version that sglang_freekv works with, where it names one."""
+    """The version of ``package`` that sglang_freekv requires; None if any will do."""
     try:
         lines = requires("sglang-freekv") or []
     except PackageNotFoundError:

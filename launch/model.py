@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model: a checkpoint as the server sees it: SGLang's own ModelConfig, its rules, and its shapes."""
+"""Model: a checkpoint as the server sees it, by SGLang's own ModelConfig."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from sglang_freekv.launch.strangers import quiet, strange
 from sglang_freekv.launch.weights import Weights
 from sglang_freekv.memory_pool.sizing import KVShape
 
-CHUNK_TOKENS = 8192  # of prefill, SGLang's default on most GPUs
+CHUNK_TOKENS = 8192  # SGLang's default chunk of a prefill on most GPUs
 MOST_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that SGLang has read the config of.
+    """A model whose config SGLang has read.
 
     Args:
         checkpoint: its files.
         config: SGLang's ModelConfig.
-        server: stock SGLang's flags; None where nothing was typed.
+        server: stock SGLang's flags; None for a flag that was not given.
     """
 
     checkpoint: Checkpoint
@@ -47,7 +47,11 @@ class Model:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, server: argparse.Namespace | None = None) -> Model:
-        """Raises Refusal for a config that transformers or SGLang does not take. No code of the checkpoint is run."""
+        """Read a checkpoint's config. No code of the checkpoint is run.
+
+        Raises:
+            Refusal: transformers or SGLang does not accept the config, or ``--context-length`` exceeds the model's.
+        """
         server = server or argparse.Namespace()
         flags = {name: value for name in ("dtype", "quantization") if (value := getattr(server, name, None)) is not None}
         overrides = getattr(server, "json_model_override_args", None) or "{}"
@@ -57,7 +61,7 @@ class Model:
         with strange(checkpoint.file), _copied(checkpoint) as directory:
             config = ModelConfig(str(directory), trust_remote_code=False, model_override_args=overrides, **flags)
             description = config._parse_quant_hf_config()
-        config._parse_quant_hf_config = lambda: description  # the copy that it was read from is gone
+        config._parse_quant_hf_config = lambda: description  # SGLang would read files of the copy, which is deleted
         model = cls(checkpoint, config, server)
         model._expect_numbers()
         if (asked := getattr(server, "context_length", None)) is not None:
@@ -83,7 +87,7 @@ class Model:
 
     @property
     def text(self) -> Any:
-        """The part of the config that tells about the language model."""
+        """The part of the config for the language model."""
         return self.config.hf_text_config
 
     @property
@@ -92,7 +96,7 @@ class Model:
         return self.config.context_len
 
     def expect_useful(self, config: FreeKVConfig, ranks: int) -> None:
-        """Raises Refusal for flags that do not go together with the model."""
+        """Raise Refusal if the context is shorter than the budget, or if ``ranks`` cannot divide the heads."""
         if self.context_len < config.budget_tokens:
             raise Refusal(
                 f"--context-length {self.context_len}: expected at least --freekv-budget {config.budget_tokens}, or there is nothing to "
@@ -104,10 +108,13 @@ class Model:
             raise Refusal(f"--tp-size {ranks}: expected a number that divides {heads}; use --tp-size {fitting}")
 
     def refuse_settings(self, config: FreeKVConfig, device: str) -> None:
-        """Ask the server's own rules about flags that go together, or depend on the model.
+        """Apply the server's own rules for flags to this model.
+
+        Args:
+            device: "cuda" or "cpu".
 
         Raises:
-            Refusal: as the server refuses them.
+            Refusal: the server would refuse a flag.
         """
         from sglang_freekv.scheduler_patch import refusals
 
@@ -122,10 +129,10 @@ class Model:
         refusals.refuse_resolved(asked, config)
 
     def refusal(self, config: FreeKVConfig) -> Refusal | None:
-        """What the server's own rules say against the model."""
+        """The Refusal of the model by the server's own rules; None if it would be served."""
         with quiet():
             from sglang_freekv.scheduler_patch import refusals
-        with strange(self.checkpoint.file):  # they ask SGLang about values of any type
+        with strange(self.checkpoint.file):  # the rules hand unchecked values of the config to SGLang
             try:
                 refusals.refuse_model(self.config, config.method)
             except Refusal as refusal:
@@ -133,14 +140,14 @@ class Model:
         return None
 
     def kv_shape(self, config: FreeKVConfig, ranks: int = 1) -> KVShape:
-        """The KV of one of ``ranks`` ranks."""
+        """Shape of the KV of one of ``ranks`` ranks."""
         from sglang_freekv.scheduler_patch.model_kv import kv_shape
 
         return kv_shape(self.config, config, self.config.num_attention_layers, ranks)
 
     @cached_property
     def weights(self) -> Weights | None:
-        """None where neither the files nor transformers tell.
+        """The sizes of all weights, from the files, else from transformers' model; None if neither tells.
 
         Raises:
             Refusal: a file of the weights is broken.
@@ -167,14 +174,17 @@ class Model:
         return None if parts is None else weights.from_parts(parts, element_bytes, quantization)
 
     def _transformers_config(self):
-        """Of its own class, which SGLang's may differ from, with what was overridden but for positions; None where it has none."""
+        """The config in transformers' own class; None if transformers has no such class. SGLang's class may differ.
+
+        It includes ``--json-model-override-args``, except for rotary positions.
+        """
         from transformers import AutoConfig
 
         if not _transformers_knows(self.checkpoint):
             return None
         config = copy.deepcopy(self.checkpoint.config)
         for name, value in json.loads(getattr(self.server, "json_model_override_args", None) or "{}").items():
-            if not name.startswith("rope_"):  # no weights, and SGLang takes less of it than transformers
+            if not name.startswith("rope_"):  # it changes no weights, and transformers requires more fields in it than SGLang
                 config[name] = {**config[name], **value} if isinstance(value, dict) and isinstance(config.get(name), dict) else value
         return AutoConfig.for_model(**config)
 
@@ -183,17 +193,17 @@ class Model:
         return self.weights and self.weights.num_bytes
 
     def repeated_kv_bytes(self, ranks: int) -> float:
-        """Of key and value projections, what one rank has beyond its share: kv heads are repeated where there are more ranks."""
+        """Bytes of key and value projections that a rank has beyond its share. With more ranks than kv heads, kv heads are repeated."""
         heads = self.config.get_num_kv_heads(ranks) - self.config.get_total_num_kv_heads() / ranks
         return 2 * heads * self.config.head_dim * self.config.hidden_size * self.config.num_attention_layers * self.dtype.itemsize
 
     def fits_ranks(self, ranks: int) -> bool:
-        """Whether SGLang divides the heads among so many."""
+        """Whether SGLang can divide the heads among ``ranks``."""
         kv_heads = self.config.get_total_num_kv_heads()
         return self.config.num_attention_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
     def _expect_numbers(self) -> None:
-        """Raises Refusal unless what the sizes are made of are numbers that a model has."""
+        """Raise Refusal unless the fields from which sizes are computed are numbers within bounds."""
         config = self.config
         if not isinstance(config.dtype, torch.dtype) or not config.dtype.is_floating_point:
             raise Refusal(
@@ -215,7 +225,7 @@ class Model:
 
 
 def _expect_transformers_takes(checkpoint: Checkpoint) -> None:
-    """Raises Refusal for what transformers does not take of a type that it knows; it is imported much faster than SGLang."""
+    """Raise Refusal if transformers knows the model type but does not accept the config. It is imported much faster than SGLang."""
     with quiet():
         from transformers import AutoConfig
     if _transformers_knows(checkpoint):
@@ -231,7 +241,7 @@ def _transformers_knows(checkpoint: Checkpoint) -> bool:
 
 @contextmanager
 def _copied(checkpoint: Checkpoint) -> Iterator[Path]:
-    """A directory of the same name with nothing but what was read of the checkpoint: SGLang opens whatever it finds in one."""
+    """A directory of the same name that holds only the files that were read and checked. SGLang opens any file that it finds there."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent) / (checkpoint.directory.name or "model")
         directory.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Obstacles: what keeps a plan from being served, each with changes that were tried and fit."""
+"""Obstacles: the reasons for which a plan does not fit, each with a remedy. Remedies for the whole plan have been computed to fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from sglang_freekv.launch.plan import MOST_HOST_SHARE, Plan, most_that
 
 
 def obstacles_of(plan: Plan) -> list[Finding]:
-    """None where the plan fits, as far as it is known."""
+    """Findings that stop the plan; empty if it fits as far as is known.
+
+    Each has the same remedy: the single changes that make the plan fit. If there are none, it is the list of all changes that are needed.
+    """
     if plan.fits:
         return []
     found = list(_obstacles(plan))
@@ -24,7 +27,7 @@ def obstacles_of(plan: Plan) -> list[Finding]:
 
 
 def _obstacles(plan: Plan) -> Iterator[Finding]:
-    """Each with what it takes to cure that one alone."""
+    """All obstacles, each with a remedy for itself alone."""
     hardware, server, ranks = plan.hardware, plan.question.server, plan.ranks
     count = plan.asked or 1
     work = f"{count} request{'s' * (count > 1)} of {plan.context_len} tokens"
@@ -75,7 +78,7 @@ def _host_obstacle(plan: Plan, work: str) -> Finding:
 
 
 def _cures(plan: Plan) -> Iterator[str]:
-    """Single changes with which it all fits; each was tried."""
+    """Single changes with which the whole plan fits, as flags or in words."""
     if (plan.asked or 1) > 1 and (fewer := _with_fewer_requests(plan)):
         yield f"`--requests {fewer.requests}`"
     if shorter := _with_shorter_context(plan):
@@ -92,22 +95,22 @@ def _cures(plan: Plan) -> Iterator[str]:
 
 
 def _with_fewer_requests(plan: Plan) -> Plan | None:
-    """The same with as many requests as fit."""
+    """The plan with as many requests as fit; None if not one fits."""
     fitting = most_that((plan.asked or 1) - 1, plan.can_serve)
     return replace(plan, asked=fitting) if fitting else None
 
 
 def _with_shorter_context(plan: Plan) -> Plan | None:
-    """The same with the longest context, in whole pages, that fits."""
+    """The plan with the longest context that fits, in whole pages; None if none does."""
     page = plan.config.page_size
-    least = plan.config.budget_tokens // page - 1  # of no more than the budget nothing is retrieved
+    least = plan.config.budget_tokens // page - 1  # a context shorter than the budget needs no retrieval
     most = (plan.context_len - 1) // page - least
     fitting = most_that(most, lambda count: replace(plan, context_len=(least + count) * page).fits) if most > 0 else 0
     return replace(plan, context_len=(least + fitting) * page) if fitting else None
 
 
 def _with_more_ranks(plan: Plan) -> Plan | None:
-    """The same on the fewest GPUs of the kind that do, on one machine with as much host memory."""
+    """The plan on more GPUs of the same kind, as few as fit, with the same host memory; None if up to 16 times as many do not."""
     for ranks in (plan.ranks << shift for shift in range(1, 5)):
         if plan.model.fits_ranks(ranks) and plan.on_gpu:
             other = replace(plan, ranks=ranks, hardware=replace(plan.hardware, gpus=max(ranks, plan.hardware.gpus)))
@@ -117,7 +120,7 @@ def _with_more_ranks(plan: Plan) -> Plan | None:
 
 
 def _with_another_pool(plan: Plan) -> Plan | None:
-    """The same with a host pool of the size that is needed, if one was given by hand."""
+    """The plan with a host pool of the needed size; None if the user gave no size, or if it does not fit then."""
     if plan.config.host_memory_gib is None:
         return None
     gib = ceil(plan.needed_host_bytes / GIB * 10) / 10
@@ -130,7 +133,7 @@ def _with_pool(plan: Plan, gib: float | None) -> Plan:
 
 
 def _with_more_host_memory(plan: Plan) -> Plan | None:
-    """The same on a machine with as much as the requests need, if that is all that is short."""
+    """The plan on a machine with enough host memory for its requests; None if it does not fit then."""
     if plan.hardware.host_bytes is None:
         return None
     needed = ceil(plan.needed_host_bytes * plan.ranks / MOST_HOST_SHARE / GIB + 1) * GIB
@@ -139,7 +142,7 @@ def _with_more_host_memory(plan: Plan) -> Plan | None:
 
 
 def _with_smaller_weights(plan: Plan) -> Plan | None:
-    """The same with a checkpoint in 8 bits, or in about 4.5, if this one has 16 or more."""
+    """The plan with a checkpoint in 8 bits, else in about 4.5. None if neither fits, or if this checkpoint is quantised already."""
     if plan.model.config.quantization is None and plan.on_gpu:
         for share in (8 / 16, 4.5 / 16):
             if (other := replace(plan, weight_share=share)).fits:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: a server of one model on one machine: what each rank holds of what it needs, and the command that starts it."""
+"""Plan: a server of one model on one machine, with the memory that each rank needs and has, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang_freekv.launch.question import Question
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
 
-STATIC_SHARE = {"cuda": 0.85, "cpu": 0.88}  # of device memory, for weights and KV: suggested on a GPU, SGLang's default on a CPU
-MOST_HOST_SHARE = 0.9  # of the machine's memory that host pools may take if they are sized by hand
+STATIC_SHARE = {"cuda": 0.85, "cpu": 0.88}  # share of device memory for weights and KV: our advice on a GPU, SGLang's default on a CPU
+MOST_HOST_SHARE = 0.9  # share of the machine's memory that host pools may take if the user sizes them
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class Plan:
     """A server with KV retrieval.
 
     Args:
-        question: what was asked; its flags are the server's.
-        model, hardware: what it serves, and where.
-        ranks: of tensor parallelism.
+        question: the user's question, with the flags of the server.
+        model: the model that it serves.
+        hardware: the machine that it runs on.
+        ranks: ranks of tensor parallelism.
         context_len: tokens of each request.
         asked: requests at once; None is as many as fit.
-        weight_share: of the checkpoint's bytes, to ask what a smaller one would change.
+        weight_share: share of the checkpoint's bytes that is counted. It is below 1 in the trial of a smaller checkpoint.
     """
 
     question: Question
@@ -59,12 +60,12 @@ class Plan:
 
     @cached_property
     def all_weight_bytes(self) -> int | None:
-        """Of the checkpoint; None if nobody knows."""
+        """Bytes of the checkpoint's weights; None if unknown."""
         return self.question.weight_bytes if self.question.weight_bytes is not None else self.model.weight_bytes
 
     @property
     def weight_bytes(self) -> int | None:
-        """Of one rank."""
+        """Bytes of weights on one rank; None if unknown."""
         if self.all_weight_bytes is None:
             return None
         repeated = self.model.repeated_kv_bytes(self.ranks)
@@ -80,7 +81,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int | None:
-        """What weights leave of one rank's device for its pools, or on a CPU of the memory that stands in for it."""
+        """Bytes of one rank's device that weights leave for its pools; None if unknown. On a CPU, host memory serves as the device."""
         if self.weight_bytes is None:
             return None
         if self.hardware.device == "cuda":
@@ -93,9 +94,10 @@ class Plan:
 
     @cached_property
     def host_gib(self) -> float | None:
-        """The host pool of one rank, as ``--freekv-host-memory``: what was given, else the server's share, or more if that is needed.
+        """GiB of the host pool of one rank, for ``--freekv-host-memory``; None if the host's memory is unknown.
 
-        On a CPU it is half of what weights leave, if that is less. None if nobody knows the host's memory.
+        It is the user's value, else the server's default share, or more if the requests need more. On a CPU it is at most half of the
+        memory that weights leave.
         """
         available = self.hardware.host_bytes
         if self.config.host_memory_gib is not None:
@@ -108,7 +110,7 @@ class Plan:
         elif gib * GIB < self.needed_host_bytes <= available * MOST_HOST_SHARE / self.ranks:
             return ceil(self.needed_host_bytes / GIB * 10) / 10
         steps = 10 if gib >= 1 else 1000
-        return floor(gib * steps + 1e-6) / steps  # the share itself is cut to whole bytes
+        return floor(gib * steps + 1e-6) / steps  # 1e-6 makes up for the share's rounding to whole bytes
 
     @property
     def host_bytes(self) -> int | None:
@@ -116,7 +118,7 @@ class Plan:
 
     @property
     def is_known(self) -> bool:
-        """Whether both kinds of memory are."""
+        """Whether host and device memory are known."""
         return None not in (self.host_bytes, self.device_bytes)
 
     @property
@@ -127,7 +129,7 @@ class Plan:
 
     @property
     def needed_host_bytes(self) -> int:
-        """Of one rank, for the requests that were asked for, one at least."""
+        """Bytes in the host pool of one rank for the requests that were asked for, or for one request."""
         return (self.asked or 1) * self.footprint.host_bytes
 
     @property
@@ -136,7 +138,10 @@ class Plan:
 
     @cached_property
     def requests(self) -> int:
-        """As many as were asked for, or as fit; 0 if not one does. Memory that nobody knows is taken for enough, of one request."""
+        """Requests at once: as many as were asked for, else as fit. It is 0 if these do not fit.
+
+        Unknown memory counts as enough, and without a number of requests one is assumed.
+        """
         if self.asked is not None or not self.is_known:
             return (self.asked or 1) if self.can_serve(self.asked or 1) else 0
         return most_that(MOST_REQUESTS, self.can_serve)
@@ -147,7 +152,7 @@ class Plan:
 
     @property
     def total_tokens(self) -> int | None:
-        """``--max-total-tokens`` of the command: what was given, or what keeps digests of tokens that nobody asked for off the rows."""
+        """``--max-total-tokens`` of the command: the user's value, or one that is needed so that digests leave room for the rows."""
         if self.most_tokens is not None or self.requests == 0 or not self.is_known:
             return self.most_tokens
         needed = self.requests * self.footprint.tokens
@@ -155,7 +160,7 @@ class Plan:
         return None if self.footprint.fit(self.requests, self.host_bytes, self.device_bytes, None, running) else needed
 
     def can_serve(self, count: int) -> bool:
-        """Whether so many requests fit; memory that nobody knows is taken for enough."""
+        """Whether ``count`` requests fit at once. Unknown memory counts as enough."""
         needed = count * self.footprint.tokens
         most = self.most_tokens
         running = self.question.server.max_running_requests
@@ -172,13 +177,13 @@ class Plan:
 
     @property
     def pools_fit_the_host(self) -> bool:
-        """Whether the machine has as much as the host pools of all ranks take."""
+        """Whether the host pools of all ranks fit the machine's memory, or this is unknown."""
         return None in (self.host_bytes, self.hardware.host_bytes) or self.host_bytes * self.ranks <= self.hardware.host_bytes
 
     # ---- how it starts
 
     def command(self) -> list[str] | None:
-        """Words of the command line; None if it does not fit."""
+        """Words of the command line that starts the server; None if the plan does not fit."""
         if not self.fits:
             return None
         flags = {
@@ -210,5 +215,5 @@ class Plan:
 
 
 def most_that(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to ``most`` that fits, where all below one that does do too; 0 if none does."""
+    """The largest number from 1 to ``most`` that fits; 0 if none does. Every number below one that fits must fit too."""
     return bisect_right(range(1, max(0, most) + 1), False, key=lambda count: not fits(count))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization: bytes of a matrix in a quantised checkpoint, as its config describes them."""
+"""Quantization: bytes of the matrices of a quantised checkpoint, from its config."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from fnmatch import fnmatchcase
 from math import ceil
 from typing import Any
 
-IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")  # keys of modules that keep the model's dtype
-WORD_BITS = 32  # integers are packed into words of so many
+IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")  # keys that list modules in the model's dtype
+WORD_BITS = 32  # integers are packed into words of 32 bits
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a matrix ``[out, in]`` is stored.
+    """The storage of a matrix ``[out, in]``.
 
     Args:
-        bits: of an element.
-        rows, columns: of the block that shares a scale; 0 is all of them.
-        scale_bytes: of a scale.
-        packed: elements lie in words of 32 bits, along ``in``.
-        zeros: a zero point of ``bits`` beside each scale.
-        index: four bytes for each input, the group that it is of.
-        more: bytes of the matrix as a whole.
+        bits: bits of an element.
+        rows, columns: size of the block that shares a scale; 0 is the whole matrix in that direction.
+        scale_bytes: bytes of a scale.
+        packed: whether elements are packed into words of 32 bits, along ``in``.
+        zeros: whether each scale has a zero point of ``bits`` bits.
+        index: whether each input has the index of its group, in 4 bytes.
+        more: further bytes for each matrix.
     """
 
     bits: int
@@ -53,28 +53,32 @@ FP8_TENSOR = Scheme(bits=8, rows=0, scale_bytes=4)
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which matrices of a checkpoint are stored how.
+    """The schemes of a checkpoint's matrices.
 
     Args:
-        schemes: patterns of modules, and how those that match one are stored; the first that matches counts.
-        ignored: patterns of modules that keep the model's dtype.
+        schemes: pairs of module patterns and the scheme of matching modules. The first match counts.
+        ignored: patterns of modules in the model's dtype.
     """
 
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignored: tuple[str, ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """None for a module in the model's dtype."""
+        """Scheme of a module by its dotted name; None if it is in the model's dtype."""
         if _matches(module, self.ignored):
             return None
         return next((scheme for patterns, scheme in self.schemes if "Linear" in patterns or _matches(module, patterns)), None)
 
 
 def quantization_of(method: str | None, config: Mapping[str, Any] | None) -> Quantization | None:
-    """What SGLang's ModelConfig calls the method, with the checkpoint's own description; None of an unquantised model.
+    """The quantization of a checkpoint; None if it is not quantised.
+
+    Args:
+        method: the name of the method in SGLang's ModelConfig.
+        config: the checkpoint's own description.
 
     Raises:
-        AttributeError, KeyError, StopIteration, TypeError, ValueError: the method is unknown here, or not described as is usual.
+        AttributeError, KeyError, StopIteration, TypeError, ValueError: the method is not in ``METHODS``, or ``config`` lacks a field.
     """
     if method in (None, "unquant"):
         return None
@@ -103,7 +107,7 @@ def _modelopt(config: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(group: Mapping[str, Any], form: str) -> tuple[tuple[str, ...], Scheme]:
-    """A group of compressed-tensors: the modules that it is for, and how they are stored."""
+    """Module patterns and scheme of a group of a compressed-tensors checkpoint; ``form`` is the checkpoint's format."""
     weights, targets = group["weights"], tuple(group["targets"])
     bits, strategy = int(weights["num_bits"]), str(weights["strategy"])
     form = str(group.get("format") or form)
@@ -115,7 +119,7 @@ def _compressed(group: Mapping[str, Any], form: str) -> tuple[tuple[str, ...], S
     else:
         rows = 0 if strategy == "tensor" else 1
     packed = form.startswith("pack")
-    more = 16 if packed else 0  # its shape, which packing hides
+    more = 16 if packed else 0  # a packed matrix stores its shape too
     return targets, Scheme(bits, rows, columns, packed=packed, zeros=not weights.get("symmetric", True), more=more)
 
 
@@ -132,12 +136,12 @@ METHODS = {
 
 
 def _group(tokens: Any) -> int:
-    """Inputs that share a scale; -1 is all of them."""
+    """Inputs that share a scale; 0 is all of them, which checkpoints write as -1."""
     return max(0, int(tokens))
 
 
 def _matches(module: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern is a part of the module's dotted name, a wildcard of it, or after ``re:`` an expression."""
+    """Whether a pattern matches the module: as part of its dotted name, with wildcards, or as a regular expression after ``re:``."""
     for pattern in patterns:
         if pattern.startswith("re:"):
             if re.match(pattern[3:], module):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Question: what is asked of the doctor, checked as far as it can be without SGLang, which takes seconds to import."""
+"""Question: the doctor's command line, checked as far as is possible without SGLang, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sglang_freekv.launch import cards, server_flags
 from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.files import parse_json
 
-MOST = 1 << 31  # of any count: SGLang keeps them in 32 bits
-LEAST_CHUNK = -1  # SGLang's way to turn chunks off
+MOST = 1 << 31  # limit of all counts, which SGLang keeps in 32 bits
+LEAST_CHUNK = -1  # SGLang's value for no chunks
 UNITS = {"": GIB, "g": GIB, "gb": 10**9, "gib": GIB, "t": 1 << 40, "tb": 10**12, "tib": 1 << 40}
-WORDS = 300  # of an error's line that are shown
+WORDS = 300  # characters of argparse's error that are shown
 
 ABOUT = """Plans a server with KV retrieval: what it takes of host and device memory, whether that fits, and how to start it. Without a
 GPU and without weights, config.json alone is enough. Without --model-path it tells whether this machine can serve."""
@@ -44,14 +44,15 @@ class Question:
     Args:
         checkpoint: the model; None asks about the machine alone.
         config: settings of KV retrieval.
-        server: stock SGLang's flags, None where nothing was typed.
-        typed: words of the server's flags that were typed, for the command.
-        requests: that are to run at once; None is as many as fit.
-        gpu: name, bytes of memory and GB/s of the link of each; None is this machine's.
-        gpus: GPUs of the machine; None is one a rank, or this machine's.
-        host_bytes: memory of the machine; None is this machine's, or with ``gpu`` unknown.
-        link: bytes per second of a GPU's link; None is measured, or the card's.
-        weight_bytes: of all weights; None is found out.
+        server: stock SGLang's flags; None for a flag that was not given.
+        typed: the given flags of the server and their values, for the command.
+        requests: requests at once; None is as many as fit.
+        gpu: name, bytes of memory and GB/s of the link of a GPU; None is this machine's.
+        gpus: number of GPUs; None is one for each rank, or this machine's.
+        host_bytes: bytes of host memory; None is this machine's, or unknown if ``gpu`` is given.
+        link: bytes per second of a GPU's link; None is the measured rate, or the card's estimate.
+        weight_bytes: bytes of all weights; None if the doctor is to find them.
+        json: whether the report is printed as JSON.
     """
 
     checkpoint: Checkpoint | None
@@ -68,7 +69,11 @@ class Question:
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> Question:
-        """Raises Refusal for what no server would take, whatever the model."""
+        """Parse a command line; None is that of the process.
+
+        Raises:
+            Refusal: an option is unknown or out of its range, no server would accept it, or the model is not found.
+        """
         asked = make_parser().parse_args(argv)
         if asked.model_path is not None and find_spec("sglang") is None:
             raise Refusal("sglang: expected it to be installed, for its rules decide on a model, found none; `pip install sglang==0.5.17`")
@@ -152,7 +157,11 @@ def make_parser() -> Parser:
 
 
 def host_bytes_of(text: str) -> int:
-    """Bytes of ``1.8TiB``, ``512 GiB`` or ``512``, which are GiB."""
+    """Bytes of a size such as ``1.8TiB``, ``512 GiB`` or ``512``. A number without a unit is in GiB.
+
+    Raises:
+        Refusal: ``text`` is not such a size.
+    """
     match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{0,12})?)\s*([a-z]*)\s*", text, flags=re.IGNORECASE)
     unit = UNITS.get(match[2].lower()) if match else None
     if unit is None or not 0 < float(match[1]) * unit < 1 << 60:
@@ -161,7 +170,7 @@ def host_bytes_of(text: str) -> int:
 
 
 def _refuse_idle(asked: argparse.Namespace) -> None:
-    """Raises Refusal for an option that says nothing without a model."""
+    """Raise Refusal for an option that has no effect without ``--model-path``."""
     if asked.model_path is not None:
         return
     for name, value in vars(asked).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report: the verdict and the command, then what each tier holds, then what was seen; for a reader, and for a program."""
+"""Report: the verdict and the command, the table of memory, and the findings, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE_ALONE = (
 
 
 class Tier(NamedTuple):
-    """A row of the table: bytes of one rank, or where its name says so of the machine; None where there is no such number."""
+    """A row of the table, in bytes. They are one rank's, or the machine's if the name says so. None is an empty cell."""
 
     name: str
     per_token: float | None
@@ -30,15 +30,16 @@ class Tier(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found.
+    """The doctor's answer to a question.
 
     Args:
-        verdict: in one sentence.
-        command: that starts the server; None where it does not fit, or none was asked about.
-        requests: that the table's fourth column is for.
-        tiers: the table.
-        findings: what was looked at; those that stop a server first.
-        unchecked: what could not be.
+        verdict: one sentence.
+        command: the command line that starts the server; None if the plan does not fit, or without a plan.
+        words: the words of ``command``.
+        requests: requests that the fourth column of the table counts.
+        tiers: the rows of the table.
+        findings: all findings; those that stop a server come first.
+        unchecked: things that could not be checked, in words.
     """
 
     verdict: str
@@ -58,13 +59,24 @@ class Report:
 
     @classmethod
     def of_refusal(cls, name: str, refusal: Refusal, machine: Iterable[Finding]) -> Report:
-        """Of a model, or settings for it, that the server refuses."""
+        """The report on a model that the server refuses.
+
+        Args:
+            name: the model's architecture.
+            refusal: the server's Refusal.
+            machine: findings about this machine.
+        """
         found = _stops_first([Finding("model", f"{name} is refused", str(refusal), stops=True), *machine])
         return cls(f"a server would refuse this: {refusal}", findings=found)
 
     @classmethod
     def of_plan(cls, plan: Plan, machine: Iterable[Finding]) -> Report:
-        """Of a plan, and of what was seen of this machine if it is for this one."""
+        """The report on a plan.
+
+        Args:
+            plan: the plan.
+            machine: findings about this machine, if the plan is for it.
+        """
         found = _stops_first([*obstacles_of(plan), *_facts(plan), *machine])
         unchecked = tuple(_unchecked(plan))
         names = [finding.name for finding in found if finding.stops]

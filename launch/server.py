@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A local SGLang server as a child process: start it, watch it come up, ask it, stop it."""
+"""Runs a local SGLang server as a child process: starts it, waits until it is ready, sends requests, and stops it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ IDLE_DEADLINE_S = 60
 HEARTBEAT_S = 10
 POLL_S = 0.5
 TAIL_LINES = 30
-PORTS = range(20000, 32768)  # below those that Linux gives to who asks for any: one of them may be gone a second later
+PORTS = range(20000, 32768)  # below Linux's ephemeral ports, which another process may be given before the server binds one
 
 ACTIVATION = "KV retrieval is on"
 NO_PORT = "error while attempting to bind on address"
-PHASES = {  # what the log says -> what begins with it
+PHASES = {  # text in the log: the phase that begins with it
     "server_args=": "starting the scheduler process",
     "Init torch distributed begin": "preparing the device",
     "Load weight begin": "loading weights",
@@ -38,11 +38,15 @@ PHASES = {  # what the log says -> what begins with it
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or went away."""
+    """The server did not start, has exited, or answered with an error."""
 
 
 def free_port() -> int:
-    """A port that is free, and that the system does not hand out by itself before the server takes it."""
+    """A free port of ``PORTS``.
+
+    Raises:
+        ServerFailed: a hundred of them were taken.
+    """
     for port in random.sample(PORTS, 100):
         try:
             return ensure_free(port)
@@ -62,7 +66,7 @@ def ensure_free(port: int) -> int:
 
 
 def news_in(lines: Iterable[str]) -> Iterator[str]:
-    """What in the log is worth telling: phases, and the line that says that retrieval is on."""
+    """Phases that ``lines`` of the log begin, and the line that says that retrieval is on."""
     for line in lines:
         if ACTIVATION in line:
             yield line[line.index(ACTIVATION) :].strip()
@@ -73,9 +77,9 @@ class Server:
     """``python -m sglang.launch_server`` in a process group of its own.
 
     Args:
-        flags: arguments of the server, the port excepted.
-        port: where it listens on 127.0.0.1.
-        log: file that takes what it prints.
+        flags: arguments of the server, without the port.
+        port: its port on 127.0.0.1.
+        log: file for its output.
         cwd: directory it runs in.
     """
 
@@ -89,7 +93,7 @@ class Server:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=cwd,
-                env=os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},  # SGLang asks itself at start-up
+                env=os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},  # SGLang sends itself a request at start-up
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -101,10 +105,13 @@ class Server:
         return shlex.join(["python", *self.command[1:]])
 
     def wait_until_ready(self, say: Callable[[str], None]) -> float:
-        """Waits until the server answers, and says what it is doing meanwhile.
+        """Wait until the server answers.
+
+        Args:
+            say: called with each phase of the start, and every ``HEARTBEAT_S`` seconds.
 
         Returns:
-            Seconds that took.
+            Seconds that it took.
 
         Raises:
             ServerFailed: it exited, or did not answer within ``START_DEADLINE_S``.
@@ -117,7 +124,7 @@ class Server:
                 if elapsed > START_DEADLINE_S:
                     raise ServerFailed(f"the server did not answer within {START_DEADLINE_S} s; it was {phase}\n{self.tail()}")
                 lines = log.readlines()
-                if any(NO_PORT in line for line in lines):  # it would wait for ever
+                if any(NO_PORT in line for line in lines):  # a server without its port never answers
                     raise ServerFailed(f"someone else has taken the server's port\n{self.tail()}")
                 news = list(news_in(lines))
                 phase = next((line for line in reversed(news) if line in PHASES.values()), phase)
@@ -128,12 +135,12 @@ class Server:
         return time.monotonic() - started
 
     def get(self, path: str, timeout_s: float = 60):
-        """The JSON that a GET answers."""
+        """The JSON answer to a GET. Errors are as of ``open``."""
         with self.open(path, None, timeout_s) as response:
             return json.load(response)
 
     def post(self, path: str, body: dict, timeout_s: float = 300):
-        """The JSON that a POST of ``body`` answers."""
+        """The JSON answer to a POST of ``body``. Errors are as of ``open``."""
         with self.open(path, body, timeout_s) as response:
             return json.load(response)
 
@@ -141,7 +148,7 @@ class Server:
         """The open response to a GET, or to a POST of ``body``.
 
         Raises:
-            ServerFailed: the server answered with an error, or not at all.
+            ServerFailed: the server answered with an error, or did not answer.
         """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
@@ -154,10 +161,10 @@ class Server:
             raise ServerFailed(f"{request.full_url}: {error}\n{self.tail()}") from None
 
     def wait_until_idle(self, deadline_s: float = IDLE_DEADLINE_S) -> None:
-        """Waits until no request runs or waits.
+        """Wait until no request is running or queued.
 
         Raises:
-            ServerFailed: some still do after ``deadline_s``.
+            ServerFailed: requests are left after ``deadline_s``.
         """
         started = time.monotonic()
         while any(rank["num_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/get_load")):
@@ -166,12 +173,12 @@ class Server:
             time.sleep(0.1)
 
     def flush(self) -> None:
-        """Empty the prefix cache, once nothing runs."""
+        """Wait until no request runs, and empty the prefix cache."""
         self.wait_until_idle()
         self.open("/flush_cache", {}).close()
 
     def state(self) -> dict | None:
-        """The server's ``freekv`` state; None of a stock server."""
+        """The server's ``freekv`` state; None for a stock server."""
         return self.get("/server_info")["internal_states"][0].get("freekv")
 
     def _is_healthy(self) -> bool:
@@ -182,7 +189,7 @@ class Server:
             return False
 
     def _ensure_alive(self, grace_s: float = 0) -> None:
-        """Raises ServerFailed if the process has exited, or does so within ``grace_s``."""
+        """Raise ServerFailed if the process has exited, or exits within ``grace_s``."""
         try:
             code = self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -194,12 +201,12 @@ class Server:
         return self.process.poll() is None
 
     def tail(self) -> str:
-        """The end of the log."""
+        """The last ``TAIL_LINES`` lines of the log, and its path."""
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n".join(["the end of its log:", *(f"  | {line[:300]}" for line in lines), f"the whole log: {self.log}"])
 
     def stop(self) -> None:
-        """Asks the server to drain and exit, then ends what is left of its process group."""
+        """Ask the server to drain and exit, then kill the rest of its process group."""
         try:
             self.process.terminate()
             self.process.wait(STOP_DEADLINE_S)

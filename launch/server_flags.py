@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of SGLang's server that change sizes, as its ServerArgs declares them."""
+"""The flags of SGLang's server that change memory sizes, as its ServerArgs declares them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**
 
 
 def count(text: str) -> int:
-    """A whole number, with a unit such as ``128Ki`` or ``25.6k`` if need be, as SGLang reads it."""
+    """A whole number, as SGLang reads it. It may have a unit, as in ``128Ki`` or ``25.6k``.
+
+    Raises:
+        ValueError: ``text`` is not a whole number.
+    """
     match = re.fullmatch(r"(\d+)(?:\.(\d+))?(Ki|Mi|Gi|Ti|k|M|G|T)", text.strip())
     if match is None or (match[2] and match[3].endswith("i")):
         return int(text)
@@ -40,7 +44,7 @@ def count(text: str) -> int:
     return number
 
 
-ALIASES = {"tp_size": ("--tp",)}  # as SGLang's own parser takes it, which completes what is cut short
+ALIASES = {"tp_size": ("--tp",)}  # SGLang's parser accepts abbreviations, and this one is common
 METAVARS = {name: "TOKENS" for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size")}
 METAVARS |= {"tp_size": "RANKS", "max_running_requests": "REQUESTS", "mem_fraction_static": "SHARE", "json_model_override_args": "JSON"}
 METAVARS |= {"quantization": "METHOD", "kv_cache_dtype": "TYPE", "dtype": "TYPE", "device": "DEVICE"}
@@ -48,10 +52,10 @@ PARSERS = {"int": int, "float": float, "str": str, "human_readable_int": count}
 
 
 def add_to(group: argparse._ArgumentGroup) -> None:
-    """Declare the flags in ``group``, none without SGLang. They are read from its source, because importing it takes seconds.
+    """Add the flags to ``group``. They are read from SGLang's source, because importing it takes seconds. Without SGLang none is added.
 
     Raises:
-        Refusal: SGLang does not declare them as the version that this was written for.
+        Refusal: SGLang's ServerArgs lacks a flag, so it is not version 0.5.17.
     """
     package = find_spec("sglang")
     if package is None:
@@ -71,7 +75,10 @@ def add_to(group: argparse._ArgumentGroup) -> None:
 
 
 def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, ast.expr]]], dict[str, list]]:
-    """Of ServerArgs: name -> type and keywords of the annotation; and the lists of the module."""
+    """The flags in ``NAMES`` that the module ``source`` declares, and the module's lists of constants.
+
+    A flag's name maps to its type and to the keywords of its annotation.
+    """
     module = ast.parse(source.read_text())
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
@@ -89,6 +96,6 @@ def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, ast.expr
 
 
 def _help(facts: dict[str, ast.expr]) -> str:
-    """The first sentence of SGLang's own words."""
+    """The first sentence of SGLang's own help."""
     text = next(node.value for node in ast.walk(facts["help"]) if isinstance(node, ast.Constant))
     return re.split(r"\n|\. ", text)[0].rstrip(".").replace("%", "%%") + "."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the package with everything its tests and its demo need into .venv of the checkout.
-# Done already: returns at once. Needs no environment variable; the log is .out/setup.log.
+# Installs the package, and all that its tests and its demo need, into .venv of the checkout.
+# If this has been done, it returns at once. It needs no environment variable. Its log is .out/setup.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +15,7 @@ fail() {
   exit 1
 }
 
-# The first of the usual interpreters that the package supports.
+# Prints the first interpreter that the package supports.
 find_python() {
   local name
   for name in python3.11 python3.12 python3; do
@@ -27,7 +27,7 @@ find_python() {
   return 1
 }
 
-# Debian packages that are missing. Those after nvidia-smi are for Triton, which compiles C, and for sgl_kernel.
+# Prints the Debian packages that are missing. Those after nvidia-smi are for Triton, which compiles C, and for sgl_kernel.
 missing_packages() {
   local python=$1
   if [ -z "$python" ]; then
@@ -51,7 +51,7 @@ last_step() {
 
 size_of() { du -sh "$1" 2>/dev/null | cut -f 1; }
 
-# Runs a command with its output in the log. Prints a line every 15 s, and the end of the log if it fails.
+# Runs a command with its output in the log. Prints a line every 15 s, and the end of the log if the command fails.
 quietly() {
   local what=$1 started=$SECONDS beat=15 status=0
   shift

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code of strangers: quiet, for a bounded time, and with its errors told in one line."""
+"""Runs other projects' code on untrusted configs: without its output, for a bounded time, and with its errors in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sglang_freekv.config import Refusal
 
-DEADLINE_S = 20  # of building what a config describes; the largest published models take one
+DEADLINE_S = 20  # for reading a config or building its model without weights; large published models take about 1 s
 
 
 class _TookTooLong(Exception):
@@ -22,7 +22,7 @@ class _TookTooLong(Exception):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings and logs of others."""
+    """Suppress warnings and logs."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -34,7 +34,11 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def strange(file: Path) -> Iterator[None]:
-    """For code of others over a stranger's config: any error of theirs is a Refusal, and so is to take long."""
+    """Turn errors into Refusals that name ``file``, and suppress warnings and logs.
+
+    Raises:
+        Refusal: the code raised an exception, or took longer than ``DEADLINE_S``. Only the main thread is timed.
+    """
 
     def stop(*_) -> None:
         raise _TookTooLong(f"it took longer than {DEADLINE_S} s")

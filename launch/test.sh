@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Sets up .venv if that has not been done and runs the test suite. Arguments go to pytest:
+# Sets up .venv if it is absent, and runs the test suite. Arguments go to pytest:
 #   bash launch/test.sh -k packaging -x
-# Without any, two lanes run side by side, as a server leaves a core idle most of the time; the second one's output comes in the end.
-# A server of the tests takes 2 to 3 GiB: the first lane has three to five at a time, the second none, and then one or two.
+# Without arguments two lanes run side by side, because a server leaves a core idle most of the time.
+# The output of the second lane is printed at the end. A server of the tests takes 2 to 3 GiB.
+# The first lane has three to five servers at a time. The second lane has none at first, then one or two.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -25,7 +26,7 @@ second() {
 }
 
 log=.out/tests.log status=0
-set -m  # the second lane is a process group, which one signal ends
+set -m  # makes the second lane a process group, which one signal ends
 second >"$log" 2>&1 &
 beside=$!
 trap 'kill -- "-$beside" 2>/dev/null || true' EXIT

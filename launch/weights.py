@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: how many bytes of a model each rank holds, by the headers of its files, or by a model without storage."""
+"""Weights: bytes of a model's weights on each rank, from the headers of its files, or from a model that is built without storage."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from sglang_freekv.launch.checkpoint import Tensor
 from sglang_freekv.launch.quantization import Quantization
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # that SGLang casts to the model's dtype
+FLOATS = ("F64", "F32", "F16", "BF16")  # SGLang casts these to the model's dtype
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model.
+    """The sizes of all weights of a model.
 
     Args:
-        divided: bytes of matrices, which ranks divide.
-        repeated: bytes that every rank has: norms, biases, scales.
-        parameters: None where only bytes are known.
-        origin: where that is from.
+        divided: bytes of matrices, which are divided among ranks.
+        repeated: bytes of norms, biases and scales, which every rank holds.
+        parameters: number of parameters; None if only bytes are known.
+        origin: source of these numbers, in words.
     """
 
     divided: int
@@ -40,7 +40,7 @@ class Weights:
         """Bytes of one of ``ranks`` ranks.
 
         Args:
-            repeated_kv: bytes of key and value projections that each rank has beyond its share.
+            repeated_kv: bytes of key and value projections that a rank has beyond its share.
         """
         return int(self.divided / ranks + self.repeated + repeated_kv)
 
@@ -50,8 +50,9 @@ class Part:
     """A parameter of a model.
 
     Args:
-        module: dotted name of what has it; of a stack of experts, with the name of the parameter.
-        quantised: a linear layer, or a stack of them: what a quantised checkpoint may store in fewer bits.
+        module: dotted name of its module; for a stack of experts, of the parameter.
+        shape: of the parameter.
+        quantised: whether it is the matrix of a linear layer, or a stack of these, which a quantised checkpoint may store in fewer bits.
     """
 
     module: str
@@ -60,10 +61,11 @@ class Part:
 
 
 def from_files(tensors: Iterable[Tensor], element_bytes: int | None) -> Weights:
-    """Of what headers tell.
+    """The sizes of the tensors in a checkpoint's files.
 
     Args:
-        element_bytes: of the dtype that floating-point tensors are cast to; None keeps all as they are.
+        tensors: all tensors.
+        element_bytes: bytes of the dtype to which floating-point tensors are cast; None if none is cast.
     """
     divided, repeated, parameters = 0, 0, 0
     for tensor in tensors:
@@ -75,7 +77,7 @@ def from_files(tensors: Iterable[Tensor], element_bytes: int | None) -> Weights:
 
 
 def from_parts(parts: Iterable[Part], element_bytes: int, quantization: Quantization | None) -> Weights:
-    """Of a model's parameters, in ``element_bytes`` each where ``quantization`` does not tell otherwise."""
+    """The sizes of a model's parameters. Each element takes ``element_bytes``, unless its matrix has a scheme in ``quantization``."""
     divided, repeated, parameters = 0, 0, 0
     for part in parts:
         count = prod(part.shape)
@@ -87,10 +89,10 @@ def from_parts(parts: Iterable[Part], element_bytes: int, quantization: Quantiza
 
 
 def parts_of(config) -> Iterator[Part] | None:
-    """Parameters of a model of this transformers config, which is built without storage; None where transformers has no such model.
+    """Parameters of the model of a transformers config; None if transformers has no such model. It is built without storage.
 
     Raises:
-        Exception: whatever building it raises; the config is a stranger's.
+        Exception: any error from building the model, because the config is untrusted.
     """
     import transformers
 
