@@ -90,7 +90,9 @@ def test_services_find_each_other():
     (source,) = load("grafana/provisioning/datasources/prometheus.yml")[0]["datasources"]
     assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE
     mounted = dict(volume.split(":")[:2] for service in COMPOSE.values() for volume in service["volumes"] if volume.startswith("."))
-    assert len(mounted) == 3 and all((DEPLOY / path).exists() for path in mounted)
+    assert len(mounted) == 4 and all((DEPLOY / path).exists() for path in mounted)
+    (rules,) = load("prometheus.yml")[0]["rule_files"]
+    assert mounted[f"./{rules}"] == f"{Path(mounted['./prometheus.yml']).parent}/{rules}"
     (provider,) = load("grafana/provisioning/dashboards/freekv.yml")[0]["providers"]
     assert Path(mounted["./grafana/freekv.json"]).parent == Path(provider["options"]["path"])
     assert mounted["./grafana/freekv.json"] == COMPOSE["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
@@ -106,6 +108,9 @@ def test_the_pod_is_what_the_service_asks_for():
     assert 1.25 * int(pool) < int(CONTAINER["resources"]["limits"]["memory"].removesuffix("Gi"))
 
 
+SGLANGS = set(re.findall(r'name="(sglang:\w+)"', Path(metrics_collector.__file__).read_text()))
+
+
 def metrics_in(expression: str) -> set[str]:
     return {re.sub(r"_bucket$", "", name) for name in re.findall(r"sglang:\w+", expression)}
 
@@ -114,9 +119,21 @@ def test_the_dashboard_shows_every_metric_of_ours_and_none_that_does_not_exist()
     shown = set().union(*(metrics_in(target["expr"]) for target in TARGETS))
     ours = {name for name in shown if name.startswith(PREFIX)}
     assert ours == {metric.name for metric in METRICS}
-    sglangs = set(re.findall(r'name="(sglang:\w+)"', Path(metrics_collector.__file__).read_text()))
-    assert shown - ours and shown - ours <= sglangs
+    assert shown - ours and shown - ours <= SGLANGS
     assert metrics_in(json.dumps(DASHBOARD["templating"])) <= ours
+
+
+def test_alerts_ask_for_metrics_that_exist():
+    (group,) = load("alerts.yml")[0]["groups"]
+    told = (DEPLOY / "README.md").read_text()
+    counters = {metric.name for metric in METRICS if metric.kind == "counter"}
+    for rule in group["rules"]:
+        expression = rule["expr"]
+        assert metrics_in(expression) <= {metric.name for metric in METRICS} | SGLANGS and f"`{rule['alert']}`" in told
+        assert expression.count("(") == expression.count(")") and rule["annotations"]["summary"].endswith(".")
+        for name in metrics_in(expression):
+            changing = name in counters or name.endswith("_total") and name not in {metric.name for metric in METRICS}
+            assert len(re.findall(rf"\b(?:rate|increase)\({name}\[", expression)) == expression.count(name) * changing, name
 
 
 def test_counters_are_shown_as_rates():
