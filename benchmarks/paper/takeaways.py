@@ -35,12 +35,33 @@ def _alone(facts: dict) -> Iterator[str]:
 def _losses(facts: dict) -> Iterator[str]:
     row, hits = facts.get("slowest"), facts.get("hits")
     if row is not None and row.tpot[2] > 1:
-        late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long." if hits else ""
+        late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long on an idle server." if hits else ""
         yield (
             "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit**. With "
             f"{row.batch} requests of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late} "
-            "The prefix is then streamed from host memory."
+            f"The prefix is then streamed from host memory.{_under_load(facts)}{_evicted(facts)}"
         )
+
+
+def _under_load(facts: dict) -> str:
+    """How late first tokens of prefix hits are in the median of each rate that both systems answer within limits."""
+    medians, best = facts.get("median_ttft_ms", {}), facts.get("goodput", {})
+    if not {"stock", "freekv"} <= best.keys():
+        return ""
+    rates = [rate for system, rate in medians if system == "stock" and rate <= min(best.values()) and ("freekv", rate) in medians]
+    if not rates:
+        return ""
+    late = [medians["freekv", rate] / medians["stock", rate] for rate in rates]
+    return f" Under load, at {min(rates):g} to {max(rates):g} requests per second, the median takes {min(late):.2f} to {max(late):.2f} times as long."
+
+
+def _evicted(facts: dict) -> str:
+    """How soon first tokens come where stock SGLang has part of the prefixes only."""
+    soon = facts.get("evicted")
+    if not soon:
+        return ""
+    span = f"{min(soon):.2f} to {max(soon):.2f}"
+    return f" With equal KV memory stock SGLang keeps only part of the prefixes in some cells. FreeKV's first token takes {span} of its time there."
 
 
 def _load(facts: dict) -> Iterator[str]:

@@ -26,8 +26,8 @@ def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
     section.add(
         "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
-        "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are of the time in which the most requests "
-        "decode. TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
+        "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
+        "at once. TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
     for title, pair in crossover.PAIRS.items():
         rows = crossover.compared(section.results, *pair)
@@ -105,7 +105,7 @@ def _curves(rows: list[crossover.Compared], title: str) -> dict[tuple[str, str],
 
 def _facts(title: str, rows: list[crossover.Compared], held: float) -> dict:
     if title != PRODUCTION:
-        return {"held": held}
+        return {"held": held, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
     alone = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
     hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
     slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)

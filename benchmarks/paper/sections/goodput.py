@@ -17,10 +17,14 @@ def of_goodput(path: Path, directory: Path) -> Section:
     rows = goodput.rows_of(section.results, limits)
     lasted = max(len(result["ttfts"]) / rate for _, rate, _, result in rows)
     best = goodput.best_of(section.results, limits)
-    section.facts |= {"goodput": best, "limits": limits, "p99_ttft_ms": {(row[0], row[1]): row[3]["p99_ttft_ms"] for row in rows}}
+    for name in ("p99_ttft_ms", "median_ttft_ms"):
+        section.facts[name] = {(system, rate): result[name] for system, rate, _, result in rows}
+    section.facts |= {"goodput": best, "limits": limits}
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
-        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the rate of such requests. `sglang.bench_serving` asks about documents "
+        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. *Ended / s* "
+        f"divides all requests by the time from the first request to the end of the last answer. Requests come at random times, so that "
+        f"time is longer or shorter than the rate says. `sglang.bench_serving` asks about documents "
         f"of 32K tokens that are in the prefix tree. Each rate lasts {lasted:.0f} s. The rates of a system end where its goodput falls, or "
         f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.",
         markdown(
