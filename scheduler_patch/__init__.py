@@ -103,6 +103,10 @@ LAUNCHER = (
         "the scheduler sleeps for as long as the request says, and a time that is not a number ends it",
     ),
     Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging", "self obj", BEFORE, "controls:refuse_log_level",
+        "SGLang keeps a level that it does not know, which then fails every request",
+    ),
+    Patch(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation", "self obj request",
         BEFORE, "controls:refuse_release",
         "it ends a busy scheduler, and does not release FreeKV's pools",
@@ -264,10 +268,13 @@ SCHEDULER = (
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode", "self", BEFORE, "hardening:forget_overrides",
         "input embeddings of a prompt would keep all its decode steps off the graph",
     ),
-    Patch(
-        "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager._profile_batch_predicate", "self batch",
-        AROUND, "hardening:profile",
-        "a profile that cannot be written ends the step that it records",
+    *(
+        Patch(
+            f"sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager.{name}", parameters,
+            AROUND, "hardening:profile",
+            "a profile that cannot be written ends the step that it records, or goes on for ever",
+        )
+        for name, parameters in (("_profile_batch_predicate", "self batch"), ("_stop_profile", "self stage"))
     ),
 )
 

@@ -3,18 +3,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 MOST_SECONDS = 60
+LOG_LEVELS = range(4)
+
+logger = logging.getLogger(__name__)
 
 
 def answer_client_mistakes(*args, **kwargs) -> None:
-    """BEFORE the HTTP server starts: answer a ValueError that an endpoint does not catch with status 400, as /generate does."""
-    from fastapi.responses import JSONResponse
+    """BEFORE the HTTP server starts: answer a ValueError that an endpoint does not catch with status 400, as /generate does.
+
+    An OverflowError comes of a number too wide for the message to the scheduler, and is answered alike.
+    """
     from sglang.srt.entrypoints.http_server import app
 
-    app.add_exception_handler(ValueError, lambda request, error: JSONResponse({"error": {"message": str(error)}}, status_code=400))
+    for kind in (ValueError, OverflowError):
+        app.add_exception_handler(kind, _answer)
+
+
+async def _answer(request, error: Exception):
+    from fastapi.responses import JSONResponse
+
+    logger.error("%s is answered with status 400", request.url.path, exc_info=error)
+    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
 
 def refuse_long_sleep(manager, obj, request=None) -> None:
@@ -25,6 +39,13 @@ def refuse_long_sleep(manager, obj, request=None) -> None:
     seconds = obj.forward_sleep_time
     if seconds is not None and not -MOST_SECONDS <= seconds <= MOST_SECONDS:
         raise ValueError(f"forward_sleep_time is {seconds}, expected 0 to {MOST_SECONDS} seconds")
+
+
+def refuse_log_level(manager, obj) -> None:
+    """BEFORE the request log is configured: refuse a level that SGLang does not know. It keeps one, which then fails every request."""
+    level = obj.log_requests_level
+    if level is not None and level not in LOG_LEVELS:
+        raise ValueError(f"log_requests_level is {level}, expected {LOG_LEVELS[0]} to {LOG_LEVELS[-1]}")
 
 
 def refuse_release(manager, obj, request=None) -> None:

@@ -6,17 +6,21 @@ The types are read from SGLang's own structs. `RANGES` adds the range of each nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-import regex
 import torch
 from fastapi import HTTPException
 from fastapi.exceptions import ValidationException
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_freekv.scheduler_patch import stop_regex
+
+logger = logging.getLogger(__name__)
 
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
 MOST_ANSWERS = 1024
@@ -127,7 +131,7 @@ def as_clients_mistake(call: Callable, *args, **kwargs) -> Any:
     except ANSWERED:
         raise
     except Exception as error:
-        raise ValueError(UNREADABLE.format(kind=type(error).__name__, error=error)) from error
+        raise _mistake(error) from error
 
 
 async def awaited_as_clients_mistake(original: Callable, *args, **kwargs) -> Any:
@@ -137,7 +141,13 @@ async def awaited_as_clients_mistake(original: Callable, *args, **kwargs) -> Any
     except ANSWERED:
         raise
     except Exception as error:
-        raise ValueError(UNREADABLE.format(kind=type(error).__name__, error=error)) from error
+        raise _mistake(error) from error
+
+
+def _mistake(error: Exception) -> ValueError:
+    """The answer to an unforeseen exception. Its traceback goes to the log, because the fault may be the server's."""
+    logger.error("a request cannot be read", exc_info=error)
+    return ValueError(UNREADABLE.format(kind=type(error).__name__, error=error))
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
@@ -148,9 +158,18 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         raise ValueError(f"{name} is {str(value)[:80]!r}: {error}; send it as SGLang's documentation of requests has it") from None
-    for number in value if isinstance(value, list) else [value]:
+    for number in _leaves(value):
         if isinstance(number, int) and not -INT64 - 1 <= number <= INT64:
             raise ValueError(f"{name}: expected a number of 64 bits, found one of {number.bit_length()}; send a smaller one")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested lists and dicts, whose depth the checked type bounds."""
+    if not isinstance(value, list | dict):
+        yield value
+        return
+    for inner in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(inner)
 
 
 def _check_sampling(params: dict[str, Any]) -> None:
@@ -169,10 +188,7 @@ def _check_sampling(params: dict[str, Any]) -> None:
             raise ValueError(f"logit_bias: that of token {token} is {bias}, expected {-MOST_BIAS:g} to {MOST_BIAS:g}")
     patterns = params.get("stop_regex") or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        try:
-            regex.compile(pattern)
-        except (regex.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"stop_regex: {pattern[:80]!r} is no regular expression: {error}; mend it") from None
+        stop_regex.check(pattern)
 
 
 def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) -> None:
@@ -194,7 +210,10 @@ def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) ->
         raise ValueError(f"top_logprobs_num is {most}, expected 0 to the {vocabulary} tokens of the vocabulary")
     if start < -1:
         raise ValueError(f"logprob_start_len is {start}, expected a position in the prompt, or -1 for none of it")
-    for name, ids in ("token_ids_logprob", obj.token_ids_logprob), ("stop_token_ids", obj.sampling_params.get("stop_token_ids")):
+    chosen = {"token_ids_logprob": obj.token_ids_logprob, "stop_token_ids": obj.sampling_params.get("stop_token_ids")}
+    if obj.custom_logit_processor:  # its processors index logits with them, and one out of range ends a GPU
+        chosen["custom_params: token_ids"] = _whole_numbers((obj.sampling_params.get("custom_params") or {}).get("token_ids"))
+    for name, ids in chosen.items():
         if wrong := [number for number in ids or () if not 0 <= number < vocabulary]:
             raise ValueError(f"{name}: token id {wrong[0]} is out of range, expected 0 to {vocabulary - 1}; check the tokenizer")
     prompt = max(0, len(input_ids or ()) - start) if start >= 0 else 0
@@ -205,6 +224,10 @@ def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) ->
             f"return_logprob: found {values} values asked for at {positions} positions, expected at most {MOST_LOGPROBS}; lower "
             "top_logprobs_num, token_ids_logprob or max_new_tokens, or raise logprob_start_len"
         )
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    return [number for number in _leaves(value) if isinstance(number, int) and not isinstance(number, bool)]
 
 
 def _overrides(obj: GenerateReqInput, rows: list[list[float]], width: int) -> PositionalEmbeds:

@@ -17,8 +17,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -173,7 +175,7 @@ def keep_finite(logits: torch.Tensor, sampler, _, sampling_info) -> torch.Tensor
 
 
 def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> bool:
-    """AROUND the search of an answer for its stop strings: each regular expression has ``REGEX_SECONDS`` in each step."""
+    """AROUND the search of an answer for its stop strings: its regular expressions share ``REGEX_SECONDS`` in each step."""
     params = req.sampling_params
     if not params.stop_regex_strs:
         return original(req, new_accepted_len)
@@ -183,12 +185,12 @@ def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> 
             return True
     finally:
         params.stop_regex_strs = patterns
-    text = req.tail_str(new_accepted_len)
+    text, end = req.tail_str(new_accepted_len), time.monotonic() + REGEX_SECONDS
     for pattern in patterns:
         try:
-            found = regex.search(pattern, text, timeout=REGEX_SECONDS)
+            found = regex.search(pattern, text, timeout=max(end - time.monotonic(), 1e-6))
         except (TimeoutError, regex.error) as error:
-            message = f"stop_regex: {pattern[:80]!r} took {REGEX_SECONDS:g} s without an end ({type(error).__name__}); simplify it"
+            message = f"stop_regex: {pattern[:80]!r} was not done in the {REGEX_SECONDS:g} s of a step ({type(error).__name__}); simplify it"
             req.finished_reason = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
             return True
         if found:
@@ -212,11 +214,21 @@ def forget_overrides(batch) -> None:
     batch.replace_embeds = batch.replace_positions = None
 
 
-def profile(original: Callable, profiler, batch) -> None:
-    """AROUND the profiler's look at a batch: an exception ends the profile, but not the step."""
+def profile(original: Callable, profiler, *args, **kwargs) -> Any:
+    """AROUND the profiler's look at a batch, and the end of a profile: an exception ends the profile, but not the step."""
     try:
-        original(profiler, batch)
-    except Exception:
+        return original(profiler, *args, **kwargs)
+    except Exception as error:
         logger.error("the profile failed", exc_info=True)
-        profiler.profile_in_progress = profiler.profile_by_stage = False
-        profiler.profiler_start_forward_ct = profiler.profiler_target_forward_ct = None
+        _end_profile(profiler)
+        return io_struct.ProfileReqOutput(success=False, message=f"the profile failed ({type(error).__name__}: {error})")
+
+
+def _end_profile(profiler) -> None:
+    """Stop the recording, so that the next profile can start."""
+    recording, profiler.torch_profiler = getattr(profiler, "torch_profiler", None), None
+    profiler.profile_in_progress = profiler.profile_by_stage = False
+    profiler.profiler_start_forward_ct = profiler.profiler_target_forward_ct = None
+    if recording is not None:
+        with suppress(Exception):  # it may have stopped already
+            recording.stop()

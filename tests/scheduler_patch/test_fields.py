@@ -29,6 +29,10 @@ BAD_SAMPLING = [
     ({"repetition_penalty": 1e-300}, "expected 1e-06 to 2"), ({"stream_interval": 0}, "stream_interval is 0"),
     ({"logit_bias": {"5": NAN}}, "token 5 is nan"), ({"logit_bias": {"5": INF}}, "token 5 is inf"), ({"logit_bias": [1]}, "logit_bias"),
     ({"stop_regex": "("}, "stop_regex: '(' is no regular expression"), ({"stop_regex": "(" * 5000}, "is no regular expression"),
+    ({"stop_regex": "((a{1000}){1000}){1000}"}, "has 1000000000 characters"), ({"stop_regex": "a" * 10_001}, "of 10001 characters"),
+    ({"stop_regex": "((a*){4000000}){4000000}"}, "written out, expected at most 10000"), ({"stop_regex": "(?:ab|cd){2501}"}, "has 10004"),
+    ({"custom_params": {"a": 2**70}}, "custom_params: expected a number of 64 bits"),
+    ({"custom_params": {"a": [5, 2**70]}}, "custom_params: expected a number of 64 bits"),
     ({"sampling_seed": 2**70}, "sampling_seed"), ({"stop_token_ids": {"a": 1}}, "stop_token_ids"), ({"json_schema": {}}, "json_schema"),
     ({"skip_special_tokens": "yes"}, "skip_special_tokens"), ({"custom_params": [[[1]]]}, "custom_params"),
 ]  # fmt: skip
@@ -59,6 +63,7 @@ def test_a_bad_field_is_named(body, named):
 
 def test_what_is_sound_passes():
     assert normalized(sampling_params={"n": None, "top_k": None, "max_new_tokens": None}).is_single
+    assert normalized(sampling_params={"stop_regex": [r"(?:[A-Za-z]+, ){0,99}[^a-c]{2,}$", "(?i)(?=end)|.{0,5000}"]}).is_single
     assert normalized(sampling_params={"n": 3, "top_k": -1, "stop_regex": [r"\d+"], "logit_bias": {"5": -100}}).batch_size == 1
     assert normalized(input_ids=[[5], [6]], rid=["a", "b"], priority=None)[1].rid == "b"
 
@@ -80,6 +85,7 @@ def tokenized(input_ids=(5, 6, 7), input_embeds=None, **body):
     ({"sampling_params": {"stop_token_ids": [5120]}}, "stop_token_ids: token id 5120"), ({"return_logprob": True, "top_logprobs_num": 5121}, "top_log"),
     ({"return_logprob": True, "token_ids_logprob": [[5]]}, "token_ids_logprob is"), ({"logprob_start_len": -9}, "logprob_start_len is -9"),
     ({"return_logprob": True, "top_logprobs_num": 5120, "sampling_params": {"max_new_tokens": None}}, "expected at most 16777216"),
+    ({"custom_logit_processor": "x", "sampling_params": {"custom_params": {"token_ids": [5, 5120]}}}, "token_ids: token id 5120"),
     ({"session_params": {"bogus": 5}}, "unknown field `bogus`"), ({"session_params": {"id": "s", "offset": 1.5}}, "at `$.offset`"),
     ({"session_params": {"id": "s", "replace": True}}, "replace without rid"), ({"extra_key": {}}, "extra_key"),
     ({"routed_experts_start_len": 2**70}, "routed_experts_start_len: expected a number of 64 bits"),
@@ -97,3 +103,9 @@ def test_embeddings_become_overrides_of_tokens():
     request = tokenized(input_embeds=[[0.5] * 4, [0.25] * 4])
     overrides = request.positional_embed_overrides
     assert list(request.input_ids) == [1, 1] and overrides.positions == [0, 1] and overrides.embeds.tolist() == [[0.5] * 4, [0.25] * 4]
+
+
+def test_what_nobody_foresaw_is_logged(caplog):
+    with pytest.raises(ValueError, match="cannot be read"):
+        normalized(sampling_params=[])
+    assert "IndexError" in caplog.text and "Traceback" in caplog.text

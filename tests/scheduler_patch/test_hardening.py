@@ -158,3 +158,25 @@ def test_a_panic_of_a_compiler_is_an_exception():
 
     with pytest.raises(RuntimeError, match="a panic"):
         hardening.compile_grammar(panics, None, ("regex", "a"), False)
+
+
+class Profiler:
+    """As much of SGLang's as a profile needs that is under way."""
+
+    def __init__(self) -> None:
+        self.torch_profiler, self.stopped = self, False
+        self.profile_in_progress = True
+
+    def stop(self) -> None:
+        self.stopped = True
+        raise RuntimeError("it may have been stopped")
+
+
+def test_a_profile_that_fails_stops_recording():
+    def fails(profiler, batch):
+        raise PermissionError("/proc/none")
+
+    profiler = Profiler()
+    answer = hardening.profile(fails, profiler, None)
+    assert not answer.success and "/proc/none" in answer.message
+    assert profiler.stopped and profiler.torch_profiler is None and not profiler.profile_in_progress

@@ -1,0 +1,31 @@
+"""Control requests that are refused before the scheduler hears of them, and exceptions that endpoints let through."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import ConfigureLoggingReq
+
+from sglang_freekv.scheduler_patch import controls
+
+
+@pytest.mark.parametrize("level", [-1, 4, 2**70])
+def test_a_level_that_would_fail_every_request_is_refused(level):
+    with pytest.raises(ValueError, match="expected 0 to 3"):
+        controls.refuse_log_level(None, ConfigureLoggingReq(log_requests_level=level))
+
+
+def test_levels_that_there_are_pass():
+    for level in (None, 0, 3):
+        controls.refuse_log_level(None, ConfigureLoggingReq(log_requests_level=level))
+
+
+def test_an_exception_that_an_endpoint_lets_through_is_logged(caplog):
+    try:
+        raise OverflowError("too wide")
+    except OverflowError as error:
+        answer = asyncio.run(controls._answer(SimpleNamespace(url=SimpleNamespace(path="/start_profile")), error))
+    assert answer.status_code == 400 and b"too wide" in answer.body
+    assert "/start_profile" in caplog.text and "Traceback" in caplog.text
