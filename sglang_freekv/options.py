@@ -26,8 +26,8 @@ DEFAULTS = FreeKVConfig()
 ABOUT = (
     "Keep the KV cache of every request in host memory, and a budget of it on the device. Each decode step attends to the sink, the "
     f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULT_PAGE_SIZE} unless given. A context that "
-    "fits the budget is attended to in full. In float32 on a CPU its tokens are then stock SGLang's. In bfloat16 on a GPU 99.4% of them are, and "
-    "stock SGLang's own repeat gives 99.8%."
+    "fits the budget is attended to in full. In float32 on a CPU its tokens are then stock SGLang's. In bfloat16 on a GPU 99.4% of them "
+    "are, and stock SGLang's own repeat gives 99.8%."
 )
 FLAGS = {
     "kv_retrieval": {

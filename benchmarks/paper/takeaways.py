@@ -35,7 +35,8 @@ def _alone(facts: dict) -> Iterator[str]:
 def _losses(facts: dict) -> Iterator[str]:
     row, hits = facts.get("slowest"), facts.get("hits")
     if row is not None and row.tpot[2] > 1:
-        late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long on an idle server." if hits else ""
+        span = f"{min(hits):.1f} to {max(hits):.1f}" if hits else ""
+        late = f" After a prefix hit the first token takes {span} times as long on an idle server." if hits else ""
         yield (
             "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit**. With "
             f"{row.batch} requests of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late} "
@@ -52,7 +53,8 @@ def _under_load(facts: dict) -> str:
     if not rates:
         return ""
     late = [medians["freekv", rate] / medians["stock", rate] for rate in rates]
-    return f" Under load, at {min(rates):g} to {max(rates):g} requests per second, the median takes {min(late):.2f} to {max(late):.2f} times as long."
+    span = f"{min(late):.2f} to {max(late):.2f}"
+    return f" Under load, at {min(rates):g} to {max(rates):g} requests per second, the median takes {span} times as long."
 
 
 def _evicted(facts: dict) -> str:
@@ -61,7 +63,10 @@ def _evicted(facts: dict) -> str:
     if not soon:
         return ""
     span = f"{min(soon):.2f} to {max(soon):.2f}"
-    return f" With equal KV memory stock SGLang keeps only part of the prefixes in some cells. FreeKV's first token takes {span} of its time there."
+    return (
+        " With equal KV memory stock SGLang keeps only part of the prefixes in some cells. "
+        f"FreeKV's first token takes {span} of its time there."
+    )
 
 
 def _load(facts: dict) -> Iterator[str]:

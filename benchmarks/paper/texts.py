@@ -35,8 +35,8 @@ LIMITS = """The load has limits that the figures inherit:
 
 - The shares are one model's, {model}, on one task. They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
 - SGLang's cells and the ablation replay x {mean:g} at every context, the mean over contexts. The methods at 32K and above replay it, too.
-  The source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured again. Between 3K
-  and 10K the methods replayed up to 0.01 less than the source.
+  The source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured
+  again. Between 3K and 10K the methods replayed up to 0.01 less than the source.
 - The cells against stock SGLang replay the c of tau 0.8, and the default tau is 0.9. [The data path](data-path.md) has both.
 - Every layer gets the mean of all layers. In the one real model that could be measured, layers differ widely:"""
 

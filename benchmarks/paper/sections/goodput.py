@@ -22,9 +22,9 @@ def of_goodput(path: Path, directory: Path) -> Section:
     section.facts |= {"goodput": best, "limits": limits}
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
-        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. *Ended / s* "
-        f"divides all requests by the time from the first request to the end of the last answer. Requests come at random times, so that "
-        f"time is longer or shorter than the rate says. `sglang.bench_serving` asks about documents "
+        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. "
+        f"*Ended / s* divides all requests by the time from the first request to the end of the last answer. Requests come at random "
+        f"times, so that time is longer or shorter than the rate says. `sglang.bench_serving` asks about documents "
         f"of 32K tokens that are in the prefix tree. Each rate lasts {lasted:.0f} s. The rates of a system end where its goodput falls, or "
         f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.",
         markdown(
