@@ -56,7 +56,7 @@ class Plan:
     def footprint(self) -> Footprint:
         return Footprint(Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len))
 
-    # ---- what there is
+    # ---- memory that a rank has
 
     @cached_property
     def all_weight_bytes(self) -> int | None:
@@ -125,7 +125,7 @@ class Plan:
     def most_tokens(self) -> int | None:
         return self.question.server.max_total_tokens
 
-    # ---- what is needed
+    # ---- memory that requests need, and the requests that fit
 
     @property
     def needed_host_bytes(self) -> int:
@@ -180,7 +180,7 @@ class Plan:
         """Whether the host pools of all ranks fit the machine's memory, or this is unknown."""
         return None in (self.host_bytes, self.hardware.host_bytes) or self.host_bytes * self.ranks <= self.hardware.host_bytes
 
-    # ---- how it starts
+    # ---- the command that starts the server
 
     def command(self) -> list[str] | None:
         """Words of the command line that starts the server; None if the plan does not fit."""

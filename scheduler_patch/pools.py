@@ -29,8 +29,8 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     config, found, expected = configurator.server_args._freekv, configurator.kv_cache_dtype, configurator.model_config.dtype
     if found != expected:  # a checkpoint may ask for it in a file that SGLang has not read before
         raise Refusal(
-            f"--kv-cache-dtype {configurator.server_args.kv_cache_dtype}: SGLang makes {_typed(found)} of it for this checkpoint, expected "
-            f"{_typed(expected)}, the model's, for FreeKV does not quantise KV so far; use --kv-cache-dtype bf16, or --kv-retrieval none"
+            f"--kv-cache-dtype {configurator.server_args.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected "
+            f"{_typed(expected)}, the model's, because FreeKV does not quantise KV; use --kv-cache-dtype bf16, or --kv-retrieval none"
         )
     sizing = _sizing(configurator)
     host_bytes, device_bytes = _budgets(configurator, config, pre_model_load_memory)
@@ -40,7 +40,7 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
         sizing.rows(device_bytes, tokens=0)  # raises its own Refusal if the device is too small
         raise Refusal(
             f"--freekv-host-memory {config.host_memory_gib:g}: it holds {tokens} tokens, expected at least {LEAST_PAGES} pages of "
-            f"{config.page_size}; raise it, or --mem-fraction-static if the device is what is short"
+            f"{config.page_size}; raise it, or --mem-fraction-static if device memory is short"
         )
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
     return MemoryPoolConfig(

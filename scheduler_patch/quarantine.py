@@ -44,7 +44,7 @@ class Quarantine:
         if type(scheduler.tree_cache) not in (RadixCache, ChunkCache):
             raise Refusal(
                 f"--freekv-canary {self.pool.config.canary}: the prefix cache is {type(scheduler.tree_cache).__name__}, expected SGLang's "
-                "RadixCache, which alone it can make forget a page; leave out what asks for another one, or use --freekv-canary off"
+                "RadixCache, the only one whose pages can be quarantined; leave out the option for another, or use --freekv-canary off"
             )
 
     def as_dict(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ ONE_GRAPH = "FreeKV's decode step is one full graph, or none; use --cuda-graph-b
 ON_HOST = f"it reads or moves KV on the GPU, and FreeKV's is in host memory; leave it out, {OFF}"
 NO_DECODE = "nothing is decoded, so there is nothing to retrieve; use --kv-retrieval none"
 ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave it out"
-PADDED = "with it SGLang pads the tokens of a prefill to a multiple of --tp-size, and FreeKV stores those that are; leave it out, " + OFF
+PADDED = "with it SGLang pads a prefill to a multiple of --tp-size tokens, and FreeKV stores no padding; leave it out, " + OFF
 NOT_MIXED = "full layers beside others are not served yet"
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 
@@ -58,7 +58,7 @@ FLAGS = (
     Flag("prefill_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
     Flag("decode_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
     Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV does not quantise KV so far; use --kv-cache-dtype auto"),
-    Flag("speculative_algorithm", (None,), f"drafts are verified together, pages retrieved for one query; leave it out, {OFF}"),
+    Flag("speculative_algorithm", (None,), f"it verifies several tokens at once, and FreeKV retrieves pages for one; leave it out, {OFF}"),
     Flag("disaggregation_mode", ("null",), ON_HOST),
     Flag("enable_hierarchical_cache", (False,), ON_HOST),
     Flag("enable_lmcache", (False,), ON_HOST),
@@ -81,7 +81,7 @@ FLAGS = (
     Flag("cuda_graph_backend_decode", (None, "full", "disabled"), ONE_GRAPH),
     Flag("debug_cuda_graph", (False,), ONE_GRAPH),
     Flag("cuda_graph_backend_prefill", (None, "disabled"), EAGER_PREFILL),
-    Flag("cuda_graph_config", (None, {}), f"which graphs there are is FreeKV's choice; use {GRAPH_FLAGS}"),
+    Flag("cuda_graph_config", (None, {}), f"FreeKV chooses the graphs itself; use {GRAPH_FLAGS}"),
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
     Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),
@@ -90,12 +90,12 @@ FLAGS = (
     Flag("encoder_only", (False,), NO_DECODE),
     Flag("enable_mis", (False,), NO_DECODE),
     Flag("prefill_only_disable_kv_cache", (False,), NO_DECODE),
-    Flag("dllm_algorithm", (None,), "it decodes blocks of tokens, and pages are retrieved for one; use --kv-retrieval none"),
+    Flag("dllm_algorithm", (None,), "it decodes blocks of tokens, and FreeKV retrieves pages for one token; use --kv-retrieval none"),
     Flag("enable_deterministic_inference", (False,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
     Flag("rl_on_policy_target", (None,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
     Flag("tokenizer_worker_num", (1,), "SGLang loads no plugins in further tokenizer workers; leave it out"),
-    Flag("smg_grpc_mode", (False,), f"SGLang loads no plugins on that way; leave it out, {OFF}"),
-    Flag("grpc_mode", (False,), f"SGLang loads no plugins on that way; leave it out, {OFF}"),
+    Flag("smg_grpc_mode", (False,), f"SGLang loads no plugins in that mode; leave it out, {OFF}"),
+    Flag("grpc_mode", (False,), f"SGLang loads no plugins in that mode; leave it out, {OFF}"),
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
 

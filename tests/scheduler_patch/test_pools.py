@@ -43,7 +43,7 @@ def test_tokens_come_from_the_host_and_rows_from_the_device(resolve):
 
 
 def test_a_quantised_checkpoint_is_refused_whatever_told_so(resolve):
-    told = "--kv-cache-dtype auto: SGLang makes float8_e4m3fn of it for this checkpoint, expected bfloat16, .* use --kv-cache-dtype bf16"
+    told = "--kv-cache-dtype auto: SGLang takes float8_e4m3fn for this checkpoint, expected bfloat16, .* use --kv-cache-dtype bf16"
     with pytest.raises(Refusal, match=told):
         resolve(kv_cache_dtype=torch.float8_e4m3fn)
 
