@@ -118,6 +118,17 @@ LAUNCHER = (
     ),
     *(
         Patch(
+            f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{name}", "self obj request",
+            BEFORE, "controls:refuse_meeting",
+            "the scheduler stands still until its peers come, which any client could ask for",
+        )
+        for name in (
+            "init_weights_update_group", "update_weights_from_distributed",
+            "init_weights_send_group_for_remote_instance", "send_weights_to_remote_instance",
+        )
+    ),
+    *(
+        Patch(
             f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{verb}_expert_distribution_record", "self",
             BEFORE, "controls:refuse_recording",
             "it ends a scheduler that has no recorder",

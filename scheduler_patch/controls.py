@@ -56,6 +56,16 @@ def refuse_release(manager, obj, request=None) -> None:
     raise ValueError("release_memory_occupation and resume_memory_occupation: expected --enable-memory-saver, which FreeKV refuses")
 
 
+def refuse_meeting(manager, obj, request=None) -> None:
+    """BEFORE weights are exchanged with other processes: refuse a client unless the operator gave an admin key, which SGLang then asks for.
+
+    The scheduler stands still until its peers come, and SGLang's watchdog ends one that stands still for minutes. An Engine's caller is no
+    client: SGLang gives no ``request`` then.
+    """
+    if request is not None and not manager.server_args.admin_api_key:
+        raise ValueError("weights of other processes: expected a server with --admin-api-key, not given; start it with one, and send that")
+
+
 def refuse_recording(manager) -> None:
     """BEFORE the distribution of experts is recorded: refuse it without a recorder, because it would end the scheduler."""
     if manager.server_args.expert_distribution_recorder_mode is None:

@@ -44,6 +44,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISHED_MATCHED_RE
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_freekv.scheduler_patch import stop_regex
+
 logger = logging.getLogger(__name__)
 
 REGEX_SECONDS = 0.5
@@ -165,12 +167,18 @@ def _end(req: Req, message: str) -> None:
 
 
 def keep_finite(logits: torch.Tensor, sampler, _, sampling_info) -> torch.Tensor:
-    """AFTER logits are ready for sampling: make them finite if a request's options may have changed them. Others stay as they are."""
+    """AFTER logits are ready for sampling: if options may have changed them, leave a number to sample from in each row.
+
+    A token that an option excludes keeps -inf, unless its row has no other. Logits of a batch without such options stay as they are.
+    """
     info = sampling_info
-    options = (info.logit_bias, info.acc_additive_penalties, info.acc_scaling_penalties, info.grammar_mask)
+    options = (info.logit_bias, info.acc_additive_penalties, info.acc_scaling_penalties)
     penalizers = info.penalizer_orchestrator
-    if info.has_custom_logit_processor or any(option is not None for option in options) or (penalizers and penalizers.is_required):
-        torch.nan_to_num_(logits, nan=-MOST_LOGIT, posinf=MOST_LOGIT, neginf=-MOST_LOGIT)
+    changed = info.has_custom_logit_processor or any(info.grammars or ()) or any(option is not None for option in options)
+    if changed or (penalizers and penalizers.is_required):
+        hopeless = ~logits.isfinite().any(-1, keepdim=True)
+        torch.nan_to_num_(logits, nan=-MOST_LOGIT, posinf=MOST_LOGIT, neginf=-torch.inf)
+        logits.masked_fill_(hopeless & logits.isneginf(), -MOST_LOGIT)
     return logits
 
 
@@ -188,7 +196,7 @@ def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> 
     text, end = req.tail_str(new_accepted_len), time.monotonic() + REGEX_SECONDS
     for pattern in patterns:
         try:
-            found = regex.search(pattern, text, timeout=max(end - time.monotonic(), 1e-6))
+            found = regex.search(stop_regex.as_re_reads_it(pattern), text, timeout=max(end - time.monotonic(), 1e-6))
         except (TimeoutError, regex.error) as error:
             message = f"stop_regex: {pattern[:80]!r} was not done in the {REGEX_SECONDS:g} s of a step ({type(error).__name__}); simplify it"
             req.finished_reason = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")

@@ -7,11 +7,13 @@ The scheduler searches with the library ``regex``, because it has a timeout. Tha
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import regex
 from sglang.srt.sampling.sampling_params import sre_parse
 
+LITERAL_BRACE = re.compile(r"(\\N\{[^}]*\}|\\.)|\{(?!\d+(?:,\d*)?\}|,\d*\})", re.DOTALL)
 MOST_CHARACTERS = 10_000  # with repeats written out
 
 
@@ -23,9 +25,14 @@ def check(pattern: str) -> None:
         if (size := _written_out(sre_parse.parse(pattern))) > MOST_CHARACTERS:
             found = f"{pattern[:80]!r} has {size} characters with its repeats written out"
             raise ValueError(f"stop_regex: {found}, expected at most {MOST_CHARACTERS}; repeat less")
-        regex.compile(pattern)
+        regex.compile(as_re_reads_it(pattern))
     except (sre_parse.error, regex.error, RecursionError, OverflowError) as error:
         raise ValueError(f"stop_regex: {pattern[:80]!r} is no regular expression: {error}; mend it") from None
+
+
+def as_re_reads_it(pattern: str) -> str:
+    """The pattern for the library ``regex``, in which ``a{e}`` matches with errors; to ``re``, SGLang's library, those braces are text."""
+    return LITERAL_BRACE.sub(lambda found: found[1] or r"\{", pattern)
 
 
 def _written_out(part: Any) -> int:

@@ -29,3 +29,13 @@ def test_an_exception_that_an_endpoint_lets_through_is_logged(caplog):
         answer = asyncio.run(controls._answer(SimpleNamespace(url=SimpleNamespace(path="/start_profile")), error))
     assert answer.status_code == 400 and b"too wide" in answer.body
     assert "/start_profile" in caplog.text and "Traceback" in caplog.text
+
+
+def test_only_an_admin_makes_the_scheduler_wait_for_peers():
+    """Without peers it stands still until SGLang's watchdog ends it."""
+    manager, client = SimpleNamespace(server_args=SimpleNamespace(admin_api_key=None)), object()
+    with pytest.raises(ValueError, match="--admin-api-key"):
+        controls.refuse_meeting(manager, None, client)
+    controls.refuse_meeting(manager, None)  # an Engine's caller
+    manager.server_args.admin_api_key = "secret"
+    controls.refuse_meeting(manager, None, client)

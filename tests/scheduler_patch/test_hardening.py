@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import SimpleNamespace
 
@@ -115,17 +116,17 @@ def test_a_processor_that_fails_ends_its_requests_alone(kind):
 
 
 def info(**options) -> SimpleNamespace:
-    names = ("logit_bias", "acc_additive_penalties", "acc_scaling_penalties", "grammar_mask", "penalizer_orchestrator")
+    names = ("logit_bias", "acc_additive_penalties", "acc_scaling_penalties", "grammars", "penalizer_orchestrator")
     return SimpleNamespace(**dict.fromkeys(names) | {"has_custom_logit_processor": False} | options)
 
 
 def test_logits_that_options_made_can_be_sampled_at_any_temperature():
     rows = [[-torch.inf] * 4, [torch.nan, 1.0, 2.0, 3.0], [torch.inf, torch.inf, 0.0, 0.0], [-torch.inf, 5.0, -torch.inf, 1.0]]
-    logits = hardening.keep_finite(torch.tensor(rows), None, None, info(logit_bias=torch.zeros(1)))
+    logits = hardening.keep_finite(torch.tensor(rows), None, None, info(grammars=[object()]))
     for temperature in (1e-6, 1.0, 1e6):
         probabilities = torch.softmax(logits / temperature, -1)
         torch.multinomial(probabilities, 1)
-    assert torch.softmax(logits, -1)[3].argmax() == 1
+    assert logits[3].tolist() == rows[3], "a token that is excluded has no logprob, as in stock SGLang"
     assert torch.equal(hardening.keep_finite(torch.tensor(rows), None, None, info()).isnan(), torch.tensor(rows).isnan())
 
 
@@ -150,6 +151,17 @@ def test_a_regular_expression_has_half_a_second():
     assert slow.finished_reason.to_json()["status_code"] == 400
     assert found.check() and isinstance(found.finished_reason, FINISHED_MATCHED_REGEX) and found.finished_len == 7
     assert not not_found.check() and not_found.sampling_params.stop_regex_strs == ["b"]
+
+
+@pytest.mark.parametrize("pattern, text", [("(?:foo){e}", "bar"), ("a{i}", "ab"), ("[{]e}", "e}"), (r"\{e}", "{}")])
+def test_a_brace_that_repeats_nothing_is_text(pattern, text):
+    """The library with the timeout would match with errors."""
+    assert re.search(pattern, text) is None and not Answer(text, pattern).check()
+
+
+@pytest.mark.parametrize("pattern, text", [("a{2}", "aa"), ("ba{,2}c", "bac"), (r"\N{DIGIT ONE}", "1"), ("x{e}", "x{e}"), (r"a\{1,2}", "a{1,2}")])
+def test_braces_mean_what_they_mean_to_sglang(pattern, text):
+    assert re.search(pattern, text) and Answer(text, pattern).check()
 
 
 def test_a_panic_of_a_compiler_is_an_exception():
