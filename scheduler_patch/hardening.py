@@ -3,7 +3,7 @@
 
 | guard | weakness, and its place in SGLang | thread |
 |---|---|---|
-| even_values | a batch mixes requests with and without token_ids_logprob: a list has no tolist (layers/logprob_processor.py) | #34719, #35705 |
+| even_values | a batch mixes requests with and without token_ids_logprob: a list has no tolist (logprob_processor.py) | #34719, #35705 |
 | take_in, refuse_empty | an exception about one request ends the event loop (managers/scheduler.py, handle_generate_request) | |
 | answer_control | an exception about one control request does the same (process_input_requests) | |
 | load_processor | a custom logit processor that raises ends the scheduler (layers/sampler.py) | |
@@ -56,7 +56,9 @@ NOT_CONTAINED = (  # answer_control lets their exceptions pass: they are our err
 )  # fmt: skip
 
 
-def even_values(result: tuple, logprobs: torch.Tensor, token_ids_logprobs_list, stage: LogprobStage, no_copy_to_cpu: bool = False, **kwargs):
+def even_values(
+    result: tuple, logprobs: torch.Tensor, token_ids_logprobs_list, stage: LogprobStage, no_copy_to_cpu: bool = False, **kwargs
+) -> tuple:
     """AFTER the logprobs of chosen token ids are gathered: give a request without any an empty tensor instead of an empty list."""
     values, ids = result
     if stage == LogprobStage.DECODE and no_copy_to_cpu:
@@ -198,7 +200,8 @@ def find_stop_regex(original: Callable, req: Req, new_accepted_len: int = 1) -> 
         try:
             found = regex.search(stop_regex.as_re_reads_it(pattern), text, timeout=max(end - time.monotonic(), 1e-6))
         except (TimeoutError, regex.error) as error:
-            message = f"stop_regex: {pattern[:80]!r} was not done in the {REGEX_SECONDS:g} s of a step ({type(error).__name__}); simplify it"
+            late = f"was not done in the {REGEX_SECONDS:g} s of a step ({type(error).__name__})"
+            message = f"stop_regex: {pattern[:80]!r} {late}; simplify it"
             req.finished_reason = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
             return True
         if found:

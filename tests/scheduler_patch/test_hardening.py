@@ -159,7 +159,9 @@ def test_a_brace_that_repeats_nothing_is_text(pattern, text):
     assert re.search(pattern, text) is None and not Answer(text, pattern).check()
 
 
-@pytest.mark.parametrize("pattern, text", [("a{2}", "aa"), ("ba{,2}c", "bac"), (r"\N{DIGIT ONE}", "1"), ("x{e}", "x{e}"), (r"a\{1,2}", "a{1,2}")])
+@pytest.mark.parametrize(
+    "pattern, text", [("a{2}", "aa"), ("ba{,2}c", "bac"), (r"\N{DIGIT ONE}", "1"), ("x{e}", "x{e}"), (r"a\{1,2}", "a{1,2}")]
+)
 def test_braces_mean_what_they_mean_to_sglang(pattern, text):
     assert re.search(pattern, text) and Answer(text, pattern).check()
 
