@@ -1,12 +1,9 @@
-"""Serving as users do: OpenAI API, streaming, frontend programs, bench_serving; and what the server shows of itself."""
+"""Serving as users do: OpenAI API, streaming, frontend programs; and what the server shows of itself."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,10 +12,9 @@ import pytest
 import sglang as sgl
 import tasks
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, cpu_environment, freekv
+from serving import HEAD_DIM, KV_HEADS, LAYERS, freekv
 
 from sglang_freekv.metrics import METRICS
-
 
 ARGUMENTS = {
     "type": "object",
@@ -217,14 +213,3 @@ def test_a_prompt_that_fills_the_pool_is_served_or_refused_but_never_waits_for_e
             with pytest.raises(RuntimeError, match="answered 400"):
                 server.generate(prompt + [7] * longer, 8)
         assert len(server.generate(prompt[:64], 8)["output_ids"]) == 8
-
-
-def test_bench_serving(fleet, tmp_path):
-    report = tmp_path / "report.jsonl"
-    command = [sys.executable, "-P", "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", fleet.small.url]
-    command += ["--dataset-name", "random-ids", "--tokenizer", str(NEEDLE_MODEL), "--model", str(NEEDLE_MODEL)]
-    command += ["--num-prompts", "24", "--random-input-len", "768", "--random-output-len", "32", "--random-range-ratio", "0.2"]
-    command += ["--max-concurrency", "8", "--output-file", str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | cpu_environment())
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(report.read_text().splitlines()[-1])["completed"] == 24
