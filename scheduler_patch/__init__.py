@@ -86,16 +86,62 @@ LAUNCHER = (
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request", "self obj",
-        AROUND, "fields:awaited_as_clients_mistake",
+        AROUND, "mistakes:awaited_as_clients_mistake",
         "an input that cannot be tokenized is a client's mistake",
     ),
     *(
         Patch(
             f"sglang.srt.entrypoints.openai.{module}._convert_to_internal_request", "self request raw_request",
-            AROUND, "fields:as_clients_mistake",
+            AROUND, "mistakes:as_clients_mistake",
             "a field of the OpenAI API that cannot be read is a client's mistake",
         )
         for module in ("serving_chat.OpenAIServingChat", "serving_completions.OpenAIServingCompletion")
+    ),
+    *(
+        Patch(
+            f"sglang.srt.{target}", parameters, AROUND, "mistakes:as_clients_mistake",
+            "messages and texts of every API pass here, and one that cannot be read is a client's mistake",
+        )
+        for target, parameters in (
+            ("entrypoints.openai.serving_chat.OpenAIServingChat._process_messages", "self request is_multimodal"),
+            ("function_call.function_call_parser.FunctionCallParser.parse_non_stream", "self full_text"),
+        )
+    ),
+    *(
+        Patch(f"sglang.srt.entrypoints.{target}", parameters, AROUND, "mistakes:awaited_as_clients_mistake", "the same for other APIs")
+        for target, parameters in (
+            ("openai.serving_responses.OpenAIServingResponses._make_request", "self request prev_response tokenizer"),
+            ("ollama.serving.OllamaServing.handle_chat", "self request raw_request"),
+        )
+    ),
+    *(
+        Patch(
+            f"sglang.srt.entrypoints.{target}", parameters, BEFORE, "mistakes:refuse_no_messages",
+            "chat templates fail without a message, and do not say why",
+        )
+        for target, parameters in (
+            ("openai.serving_chat.OpenAIServingChat._process_messages", "self request is_multimodal"),
+            ("ollama.serving.OllamaServing.handle_chat", "self request raw_request"),
+        )
+    ),
+    Patch(
+        "fastapi.routing.run_endpoint_function", "dependant values is_coroutine", BEFORE, "mistakes:refuse_parameters",
+        "/vertex_generate makes a request of any parameters; SGLang offers no function to hook before that",
+    ),
+    Patch(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._error_response",
+        "self status_code error_type message exception_name", AROUND, "mistakes:anthropic_error",
+        "this API answers a client's mistake with status 500",
+    ),
+    Patch(
+        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
+        "self adapted_request request raw_request", BEFORE, "fields:refuse_unknown_tokens",
+        "an id that overflows the tokenizer's numbers is answered with status 500",
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.set_internal_state", "self obj",
+        BEFORE, "controls:refuse_micro_batch",
+        "SGLang's check of the range lets a NaN pass, and its scheduler then counts with it",
     ),
     Patch(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.slow_down", "self obj request",
@@ -140,13 +186,13 @@ LAUNCHER = (
         "to start a second profile, or to stop one that does not run, is a client's mistake",
     ),
     Patch(
-        "fastapi.routing.solve_dependencies", None, AROUND, "fields:awaited_as_clients_mistake",
+        "fastapi.routing.solve_dependencies", None, AROUND, "mistakes:awaited_as_clients_mistake",
         "a validator of SGLang expects a dict; on another type it raises an error that FastAPI answers with status 500",
     ),
     Patch(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog execute_warmup_func launch_callback",
-        BEFORE, "controls:answer_client_mistakes",
+        BEFORE, "mistakes:answer_client_mistakes",
         "a ValueError that an endpoint does not catch is a client's mistake",
     ),
 )

@@ -3,32 +3,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 MOST_SECONDS = 60
 LOG_LEVELS = range(4)
-
-logger = logging.getLogger(__name__)
-
-
-def answer_client_mistakes(*args, **kwargs) -> None:
-    """BEFORE the HTTP server starts: answer a ValueError that an endpoint does not catch with status 400, as /generate does.
-
-    An OverflowError comes of a number too wide for the message to the scheduler, and is answered alike.
-    """
-    from sglang.srt.entrypoints.http_server import app
-
-    for kind in (ValueError, OverflowError):
-        app.add_exception_handler(kind, _answer)
-
-
-async def _answer(request, error: Exception):
-    from fastapi.responses import JSONResponse
-
-    logger.error("%s is answered with status 400", request.url.path, exc_info=error)
-    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
 
 def refuse_long_sleep(manager, obj, request=None) -> None:
@@ -46,6 +25,13 @@ def refuse_log_level(manager, obj) -> None:
     level = obj.log_requests_level
     if level is not None and level not in LOG_LEVELS:
         raise ValueError(f"log_requests_level is {level}, expected {LOG_LEVELS[0]} to {LOG_LEVELS[-1]}")
+
+
+def refuse_micro_batch(manager, obj) -> None:
+    """BEFORE the scheduler's state is set: refuse a batch size that is no whole number. One that is not a number passes SGLang's check."""
+    size = obj.server_args.get("pp_max_micro_batch_size", 1)
+    if type(size) is not int:
+        raise ValueError(f"pp_max_micro_batch_size is {size!r}, expected a whole number of requests, at least 1")
 
 
 def refuse_release(manager, obj, request=None) -> None:

@@ -6,30 +6,24 @@ The types are read from SGLang's own structs. `RANGES` adds the range of each nu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import torch
-from fastapi import HTTPException
-from fastapi.exceptions import ValidationException
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_freekv.scheduler_patch import stop_regex
-
-logger = logging.getLogger(__name__)
+from sglang_freekv.scheduler_patch.mistakes import as_clients_mistake
 
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
 MOST_ANSWERS = 1024
 MOST_LOGPROBS = 1 << 24  # values of one request; in Python each takes some 70 bytes in three processes
 MOST_EMBEDDING = 1e4  # fits float16, and sums of squares fit float32
 JSON_TYPES = (bool, int, float, str, list, dict)
-UNREADABLE = "the request cannot be read ({kind}: {error}); compare its fields with SGLang's documentation of requests"
 HEALTH_RID, HEALTH_PATHS = "HEALTH_CHECK", ("/health", "/health_generate")
-ANSWERED = (ValueError, HTTPException, ValidationException)  # the server answers these with status 400, or with their own
 
 SET_BY_SGLANG = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
 SAMPLING = {field.name: field.type for field in msgspec.structs.fields(SamplingParams) if field.name not in SET_BY_SGLANG}
@@ -124,30 +118,14 @@ def tokenize(original: Callable, manager, obj, input_text, input_ids, input_embe
     return tokenized
 
 
-def as_clients_mistake(call: Callable, *args, **kwargs) -> Any:
-    """AROUND a function that only reads a request: turn its exceptions into a ValueError, which SGLang answers with status 400."""
-    try:
-        return call(*args, **kwargs)
-    except ANSWERED:
-        raise
-    except Exception as error:
-        raise _mistake(error) from error
+def refuse_unknown_tokens(serving, adapted_request, request, raw_request) -> None:
+    """BEFORE tokens are turned into text: refuse ids that the model does not have.
 
-
-async def awaited_as_clients_mistake(original: Callable, *args, **kwargs) -> Any:
-    """AROUND a coroutine: as `as_clients_mistake`."""
-    try:
-        return await original(*args, **kwargs)
-    except ANSWERED:
-        raise
-    except Exception as error:
-        raise _mistake(error) from error
-
-
-def _mistake(error: Exception) -> ValueError:
-    """The answer to an unforeseen exception. Its traceback goes to the log, because the fault may be the server's."""
-    logger.error("a request cannot be read", exc_info=error)
-    return ValueError(UNREADABLE.format(kind=type(error).__name__, error=error))
+    Raises:
+        ValueError: as `normalize`.
+    """
+    if ids := list(_leaves(request.tokens)):
+        _check_known("tokens", ids, serving.tokenizer_manager.model_config)
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
@@ -193,12 +171,10 @@ def _check_sampling(params: dict[str, Any]) -> None:
 
 def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) -> None:
     vocabulary = model.vocab_size  # of the output; some models have another one for the input
-    known = max(vocabulary, getattr(model.hf_text_config, "vocab_size", None) or 0)
     if input_ids is not None and not len(input_ids) and not obj.session_params:
         raise ValueError("input_ids: found no token, expected at least one; send a prompt")
-    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < known:
-        wrong = min(input_ids) if min(input_ids) < 0 else max(input_ids)
-        raise ValueError(f"input_ids: token id {wrong} is out of range, expected 0 to {known - 1}; check the tokenizer")
+    if input_ids:
+        _check_known("input_ids", input_ids, model)
     _check_type("session_params", obj.session_params, SESSION)
     session = obj.session_params or {}
     if session.get("replace") and session.get("rid") is None:
@@ -224,6 +200,14 @@ def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) ->
             f"return_logprob: found {values} values asked for at {positions} positions, expected at most {MOST_LOGPROBS}; lower "
             "top_logprobs_num, token_ids_logprob or max_new_tokens, or raise logprob_start_len"
         )
+
+
+def _check_known(name: str, ids: list[int], model) -> None:
+    """Raise ValueError unless the model's input or output has all tokens."""
+    known = max(model.vocab_size, getattr(model.hf_text_config, "vocab_size", None) or 0)
+    if not 0 <= min(ids) <= max(ids) < known:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(f"{name}: token id {wrong} is out of range, expected 0 to {known - 1}; check the tokenizer")
 
 
 def _whole_numbers(value: Any) -> list[int]:

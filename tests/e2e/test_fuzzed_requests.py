@@ -257,6 +257,34 @@ CONTROLS = [  # path, body, and whether it can be done
 ]  # fmt: skip
 
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_call_parser": "qwen25"}
+INSTANCE, NO_IMAGE = {"text": "a b"}, [{"role": "user", "content": [{"type": "image"}]}]
+LONE = b'{"model": "x", "text": "\\ud800", "prompt": "\\ud800", "input": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}'
+TAKE_TEXT = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/api/chat")
+CLIENTS_MISTAKES = [  # each was answered with status 500, or could end the scheduler
+    ("/vertex_generate", {"instances": [INSTANCE], "parameters": {"bogus": 1}}),
+    ("/vertex_generate", {"instances": [INSTANCE, {"text": "b"}, {}]}), ("/vertex_generate", {"instances": [{"sampling_params": 5}]}),
+    ("/vertex_generate", {"instances": [{"image_data": 5}]}), ("/vertex_generate", {"instances": [{"text": 5}]}),
+    ("/vertex_generate", {"instances": [5]}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [2**40]}),
+    ("/v1/responses", {"model": "x", "input": []}), ("/v1/responses", {"model": "x", "input": [{"type": "reasoning"}]}),
+    *(("/v1/messages/count_tokens", {"model": "x", "messages": messages}) for messages in ([], NO_IMAGE)),
+    *(("/v1/messages", {"model": "x", "max_tokens": 3, "messages": messages}) for messages in ([], NO_IMAGE)),
+    ("/api/chat", {"model": "x", "messages": []}), ("/parse_function_call", TOOLS | {"text": "<tool_call>\n[5]\n</tool_call>"}),
+    ("/set_internal_state", b'{"server_args": {"pp_max_micro_batch_size": NaN}}'),
+    ("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 1.5}}),
+    ("/configure_logging", {"log_requests": True, "log_requests_level": 7}), ("/start_profile", {"num_steps": 2**70}),
+    *((path, LONE) for path in TAKE_TEXT),
+]  # fmt: skip
+
+
+def test_a_clients_mistake_is_no_fault_of_the_server(servers):
+    server = servers["tree"]
+    for path, body in CLIENTS_MISTAKES:
+        status, text = answer_to(server, path, body)
+        assert server.is_alive() and 400 <= status < 500 and text.strip(), f"{path} {body}: {status} {text[:300]}\n{server.tail()}"
+    assert server.generate(LONG, 4)["output_ids"]
+
+
 def test_control_requests_beside_generation(server):
     with Beside(server):
         for path, body, expected in CONTROLS:

@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.io_struct import ConfigureLoggingReq
+from sglang.srt.managers.io_struct import ConfigureLoggingReq, SetInternalStateReq
 
-from sglang_freekv.scheduler_patch import controls
+from sglang_freekv.scheduler_patch import controls, mistakes
 
 
 @pytest.mark.parametrize("level", [-1, 4, 2**70])
@@ -22,11 +22,22 @@ def test_levels_that_there_are_pass():
         controls.refuse_log_level(None, ConfigureLoggingReq(log_requests_level=level))
 
 
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), 2.0, "4", None, True, [4]])
+def test_a_batch_size_that_is_no_whole_number_is_refused(size):
+    with pytest.raises(ValueError, match="expected a whole number of requests"):
+        controls.refuse_micro_batch(None, SetInternalStateReq(server_args={"pp_max_micro_batch_size": size}))
+
+
+def test_a_batch_size_that_is_one_passes():
+    for state in ({"pp_max_micro_batch_size": 4}, {}):
+        controls.refuse_micro_batch(None, SetInternalStateReq(server_args=state))
+
+
 def test_an_exception_that_an_endpoint_lets_through_is_logged(caplog):
     try:
         raise OverflowError("too wide")
     except OverflowError as error:
-        answer = asyncio.run(controls._answer(SimpleNamespace(url=SimpleNamespace(path="/start_profile")), error))
+        answer = asyncio.run(mistakes._answer(SimpleNamespace(url=SimpleNamespace(path="/start_profile")), error))
     assert answer.status_code == 400 and b"too wide" in answer.body
     assert "/start_profile" in caplog.text and "Traceback" in caplog.text
 
