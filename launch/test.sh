@@ -2,8 +2,8 @@
 # Sets up .venv if it is absent, and runs the test suite. Arguments go to pytest:
 #   bash launch/test.sh -k packaging -x
 # Without arguments two lanes run side by side, because a server leaves a core idle most of the time.
-# The output of the second lane is printed at the end. A server of the tests takes 2 to 3 GiB.
-# The first lane has three to five servers at a time. The second lane has none at first, then one or two.
+# The output of the second lane is printed at the end. A server of the tests takes 3 GiB.
+# The first lane has one to four servers at a time. The second lane has none at first, then one or two. Both wait for room (tests/room.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh

@@ -33,6 +33,7 @@ if not torch.cuda.is_available():  # kernels declared now run under Triton's int
         import_module("triton.experimental.gluon.language")  # else the interpreter imports it at its first launch
 
 from made_up import ask, make_machine  # noqa: E402, F401, fixtures
+from room import room_for  # noqa: E402
 from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too
 
 settings.register_profile("the same in every run", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
@@ -58,8 +59,9 @@ def serve(tmp_path_factory):
     @contextmanager
     def start(*all_flags: dict, env: dict[str, str] | list[dict[str, str]] | None = None):
         envs = env if isinstance(env, list) else [env] * len(all_flags)
-        servers = [TestServer(flags, tmp_path_factory.mktemp("server") / "log.txt", own) for flags, own in zip(all_flags, envs)]
-        start_all(servers)
+        logs = [tmp_path_factory.mktemp("server") / "log.txt" for _ in all_flags]
+        with room_for(len(logs)):
+            servers = start_all(TestServer(flags, log, own) for flags, log, own in zip(all_flags, logs, envs))
         try:
             yield servers
         except BaseException:

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import tasks
+from room import room_for
 from serving import FaultyServer, freekv, start_all, stop_all, wait_until
 
 from sglang_freekv.launch.server import ServerFailed
@@ -25,8 +26,8 @@ FLAGS = freekv(256, tau=2) | {"--chunked-prefill-size": 512, "--enable-metrics":
 def servers(tmp_path_factory):
     """With a canary, and without one."""
     kinds = ({"--freekv-canary": "full"}, {})
-    running = [FaultyServer(FLAGS | kind, tmp_path_factory.mktemp("server") / "log.txt") for kind in kinds]
-    start_all(running)
+    with room_for(len(kinds)):
+        running = start_all(FaultyServer(FLAGS | kind, tmp_path_factory.mktemp("server") / "log.txt") for kind in kinds)
     yield running
     stop_all(running)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tasks
 from oracle import Oracle, OracleSettings
+from room import wait_for_room
 from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all
 
 pytestmark = pytest.mark.two_servers
@@ -38,6 +39,7 @@ class ServedByCommand(TestServer):
 @pytest.fixture(scope="module")
 def starting(tmp_path_factory):
     """``sglang serve`` with a YAML file; it starts while the program runs."""
+    wait_for_room(2)
     path = tmp_path_factory.mktemp("serve")
     config = path / "config.yaml"
     config.write_text("kv-retrieval: freekv\nfreekv-budget: 320\nfreekv-sink: 64\nfreekv-window: 64\nfreekv-tau: 0.7\n")

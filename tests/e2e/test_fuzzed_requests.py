@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from room import room_for
 from serving import NEEDLE_CONFIG, TestServer, freekv, start_all
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from traffic_beside import Beside
@@ -104,7 +105,8 @@ def servers(tmp_path_factory):
         "--max-total-tokens": POOL, "--chunked-prefill-size": CHUNK, "--enable-custom-logit-processor": True, "--grammar-backend": "llguidance",
     }  # fmt: skip
     both = (flags, flags | {"--disable-radix-cache": True})
-    tree, bare = start_all([TestServer(each, tmp_path_factory.mktemp("server") / "log.txt") for each in both])
+    with room_for(len(both)):
+        tree, bare = start_all(TestServer(each, tmp_path_factory.mktemp("server") / "log.txt") for each in both)
     yield {"tree": tree, "bare": bare}
     tree.stop()
     bare.stop()

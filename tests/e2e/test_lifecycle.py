@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
-WAITING_S, RUNNING_S, ARRIVAL_S = 1, 10, 0.75
+WAITING_S, RUNNING_S, ARRIVAL_S, MOST_ARRIVALS = 1, 10, 0.75, 96
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # how often SGLang asks whether the client of a whole answer is still there
@@ -27,7 +28,7 @@ RETRACTING = {"SGLANG_TEST_RETRACT": "1"}  # a request in every third decode ste
 LIMITED = {
     "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_S),
     "SGLANG_REQ_RUNNING_TIMEOUT": str(RUNNING_S),
-    # A row changes hands less often than requests may wait, and while clients still arrive: if 90 steps take between 1 and 9 s.
+    # A row changes hands less often than requests may wait, if 90 steps take more than 1 s.
     "SGLANG_TEST_RETRACT_INTERVAL": "90",
 }
 SERVERS = {  # name -> budget, tau, rows, environment
@@ -61,13 +62,13 @@ class State:
     length: int = 0
 
 
-STATES = {
+STATES = {  # by server, so that each starts once
     "queued": State("corrected", (0, 0), (0.1, 0.5)),
+    "correction": State("corrected", (1, 20), (0.5, 2.0)),
     "prefill": State("speculative", (0, 0), (0.2, 1.5), length=1000),
     "prefix": State("speculative", (0, 0), (0.0, 0.4), length=24),
     "offload": State("speculative", (PAGE - 2, PAGE), (0.8, 1.6), length=4 * PAGE),
     "decode": State("speculative", (1, 20), (0.5, 2.0)),
-    "correction": State("corrected", (1, 20), (0.5, 2.0)),
     "retracted": State("retracting", (1, 20), (0.5, 2.0)),
 }
 WAYS = ("disconnect", "abort", "timeout")
@@ -85,24 +86,20 @@ def shared_prefix() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def servers(serve):
-    flags = [
-        freekv(budget, sink=16, window=32, tau=tau)
-        | {"--page-size": PAGE, "--chunked-prefill-size": CHUNK, "--max-running-requests": rows, "--max-total-tokens": 32768}
-        | ({"--enable-priority-scheduling": True} if name == PREEMPTING else {})
-        for name, (budget, tau, rows, _) in SERVERS.items()
-    ]
-    with serve(*flags, env=[ENVIRONMENT | env for *_, env in SERVERS.values()]) as started:
-        yield dict(zip(SERVERS, started))
+def served(serve, prompts, request) -> SimpleNamespace:
+    """A server of SERVERS, and what it answers when nobody is ended early. One lives at a time, because each takes 3 GiB."""
+    budget, tau, rows, env = SERVERS[request.param]
+    flags = freekv(budget, sink=16, window=32, tau=tau)
+    flags |= {"--page-size": PAGE, "--chunked-prefill-size": CHUNK, "--max-running-requests": rows, "--max-total-tokens": 32768}
+    if request.param == PREEMPTING:
+        flags |= {"--enable-priority-scheduling": True}
+    with serve(flags, env=ENVIRONMENT | env) as (server,):
+        answers = server.generate_all(prompts, NEW_TOKENS, concurrency=4)
+        yield SimpleNamespace(server=server, undisturbed=[answer["output_ids"] for answer in answers])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(servers, prompts) -> dict[str, list[list[int]]]:
-    """Of each server: what it answers when nobody is ended early."""
-    return {
-        name: [answer["output_ids"] for answer in servers[name].generate_all(prompts, NEW_TOKENS, concurrency=4)]
-        for name in ("speculative", "corrected", "retracting")
-    }
+def served_by(name: str):
+    return pytest.mark.parametrize("served", [name], indirect=True)
 
 
 def assert_only_the_tree_holds_pages(server: TestServer) -> None:
@@ -170,9 +167,10 @@ def end_early(server: TestServer, token_ids, rid: str, how: str, tokens: int, se
     connection.close()
 
 
-def test_whoever_is_preempted_resumes_and_loses_no_token(servers, prompts):
+@served_by(PREEMPTING)
+def test_whoever_is_preempted_resumes_and_loses_no_token(served, prompts):
     """The budget covers their contexts, so that it does not matter who was preempted when."""
-    server, rows = servers[PREEMPTING], SERVERS[PREEMPTING][2]
+    server, rows = served.server, SERVERS[PREEMPTING][2]
     prompts = [prompt[:SHORT] for prompt in prompts[: 2 * rows - 1]]
     alone = [server.generate(prompt, SHORT)["output_ids"] for prompt in prompts]
     server.flush()
@@ -192,28 +190,11 @@ def test_whoever_is_preempted_resumes_and_loses_no_token(servers, prompts):
     assert_only_the_tree_holds_pages(server)
 
 
-def test_retraction_loses_no_token_and_computes_no_page_twice(servers, prompts):
-    server, oracle, prompts = servers["retracting"], Oracle(NEEDLE_MODEL), prompts[:8]
-    server.flush()
-    begun = len(server.log.read_text())
-    answers = server.generate_all(prompts, 40)
-    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, 40).tokens for prompt in prompts]
-    counts = [answer["meta_info"] for answer in answers]
-    for count in counts:  # the extend after a retraction may yield a token, too
-        assert 39 - count["num_retractions"] <= count["freekv"]["decode_steps"] <= 39
-    resumed = sum(count["num_retractions"] for count in counts)
-    once = sum(-(-len(prompt) // PAGE) * PAGE for prompt in prompts)
-    assert resumed > 0
-    assert prefilled(server.log.read_text()[begun:]) == once + resumed * PAGE  # a page that was not full, and nothing before it
-    assert_only_the_tree_holds_pages(server)
-
-
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("state", STATES)
-def test_a_request_that_ends_early_leaves_nothing(servers, prompts, shared_prefix, undisturbed, state, how):
+@pytest.mark.parametrize(("served", "state"), [(where.server, state) for state, where in STATES.items()], indirect=["served"])
+def test_a_request_that_ends_early_leaves_nothing(served, prompts, shared_prefix, state, how):
     """Of sixteen requests some are ended early: the others, and those that come after, are answered as ever."""
-    where = STATES[state]
-    server, expected = servers[where.server], undisturbed[where.server]
+    server, expected, where = served.server, served.undisturbed, STATES[state]
     rng = np.random.default_rng([list(STATES).index(state), WAYS.index(how)])
     ended = rng.choice(CLIENTS, int(rng.integers(6, 11)), replace=False).tolist()
     others = [index for index in range(CLIENTS) if index not in ended]
@@ -242,24 +223,49 @@ def test_a_request_that_ends_early_leaves_nothing(servers, prompts, shared_prefi
     assert_only_the_tree_holds_pages(server)
 
 
-def test_sglangs_own_timeouts(servers, prompts, undisturbed):
-    """Its limits end those that wait, retracted or new, and those that run."""
-    server, expected = servers["limited"], undisturbed["retracting"]
+@served_by("retracting")
+def test_retraction_loses_no_token_and_computes_no_page_twice(served, prompts):
+    server, oracle, prompts = served.server, Oracle(NEEDLE_MODEL), prompts[:8]
+    server.flush()
+    begun = len(server.log.read_text())
+    answers = server.generate_all(prompts, 40)
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, 40).tokens for prompt in prompts]
+    counts = [answer["meta_info"] for answer in answers]
+    for count in counts:  # the extend after a retraction may yield a token, too
+        assert 39 - count["num_retractions"] <= count["freekv"]["decode_steps"] <= 39
+    resumed = sum(count["num_retractions"] for count in counts)
+    once = sum(-(-len(prompt) // PAGE) * PAGE for prompt in prompts)
+    assert resumed > 0
+    assert prefilled(server.log.read_text()[begun:]) == once + resumed * PAGE  # a page that was not full, and nothing before it
+    assert_only_the_tree_holds_pages(server)
+
+
+@served_by("limited")
+def test_sglangs_own_timeouts(served, prompts):
+    """Its limits end those that wait, retracted or new, and those that run. Clients arrive until each end was seen, however slow a step is."""
+    server, expected = served.server, served.undisturbed
     rows = server.state()["rows_total"]
     long_prompts = np.random.default_rng(7).integers(10, 5000, (CLIENTS // 4, 1000)).tolist()
     clients = [*prompts[: CLIENTS - len(long_prompts)], *long_prompts]
-
-    def live_in_turn(index: int) -> tuple[str, bool]:
-        """What ended it, and whether it had run before."""
-        time.sleep(max(index - rows + 1, 0) * ARRIVAL_S)
-        *earlier, last = events(begin(server, clients[index], ENDLESS, f"limited-{index:02}"))
-        assert last["meta_info"]["finish_reason"]["type"] == "abort"
-        return last["meta_info"]["finish_reason"]["message"], bool(earlier)
-
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        ends = set(pool.map(live_in_turn, range(CLIENTS)))
     waiting, running = (f"Request {state} timeout reached." for state in ("waiting", "running"))
-    assert ends == {(waiting, False), (waiting, True), (running, True)}
+    ends, seen = {(waiting, False), (waiting, True), (running, True)}, set()
+
+    def live_until_ended(index: int) -> None:
+        """Notes what ended it, and whether it had run before."""
+        *earlier, last = events(begin(server, clients[index % CLIENTS], ENDLESS, f"limited-{index:03}"))
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        seen.add((last["meta_info"]["finish_reason"]["message"], bool(earlier)))
+
+    with ThreadPoolExecutor(MOST_ARRIVALS) as pool:
+        asked = []
+        for index in range(MOST_ARRIVALS):
+            asked.append(pool.submit(live_until_ended, index))
+            time.sleep(ARRIVAL_S if index >= rows else 0)
+            if index >= CLIENTS and seen >= ends:
+                break
+        for client in asked:
+            client.result()
+    assert seen == ends
     again = server.generate_all(prompts[:4], NEW_TOKENS, concurrency=2)
     assert [answer["output_ids"] for answer in again] == expected[:4]
     assert_only_the_tree_holds_pages(server)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from room import room_for
 from serving import ROOT
 
 pytestmark = pytest.mark.two_servers
@@ -19,7 +20,8 @@ SERIAL, PARTS = "generated-shared-prefix/serial", ("random-ids/2", "generated-sh
 def results(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("load")
     command = [sys.executable, str(ROOT / "benchmarks" / "bench_load.py"), "--device", "cpu", "--out", str(out), "--only", *PARTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    with room_for(1):  # stock SGLang's server, and then FreeKV's
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     written = json.loads((out / "bench_load-needle.json").read_text())
     assert not written["runs"][-1].get("failures") and written["runs"][-1]["commit"]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from adapters import make_adapter, merge_adapter
 from oracle import Oracle, OracleSettings
+from room import room_for
 from serving import LoraServer, freekv, start_all, stop_all
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,7 +43,8 @@ def test_same_tokens_as_the_oracle_with_the_adapter(tmp_path):
     expected = [oracles[name].generate(prompt, NEW_TOKENS, SETTINGS).tokens for name, prompt in asked]
     assert all(len({tuple(tokens) for tokens in expected[first : first + 3]}) == 3 for first in range(0, len(asked), 3))
 
-    (server,) = start_all([LoraServer(flags, tmp_path / "log.txt")])
+    with room_for(1):
+        (server,) = start_all([LoraServer(flags, tmp_path / "log.txt")])
     try:
         server.post("/load_lora_adapter", {"lora_name": "two", "lora_path": str(adapters["two"])})
 

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 
+from room import wait_for_room
 from serving import ROOT
 
 
 def test_a_soak_leaves_no_trace(tmp_path):
+    wait_for_room(1)
     command = [sys.executable, "-P", str(ROOT / "benchmarks" / "soak.py"), "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(
         [*command, "--minutes", "2", "--longest", "4096", "--documents", "6"], capture_output=True, text=True, timeout=900

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from room import room_for
 from serving import TestServer, freekv, start_all
 
 pytestmark = pytest.mark.two_servers
@@ -19,7 +20,8 @@ DEADLINE_S = 60
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """One to be stopped by each test, started side by side."""
-    servers = start_all([TestServer(freekv(512), tmp_path_factory.mktemp("server") / "server.log") for _ in range(2)])
+    with room_for(2):
+        servers = start_all(TestServer(freekv(512), tmp_path_factory.mktemp("server") / "server.log") for _ in range(2))
     yield iter(servers)
     for server in servers:
         server.stop()
