@@ -18,6 +18,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_freekv.scheduler_patch.registry import Patch
 
+PROCESS_MESSAGES = ("self request is_multimodal", "self request is_multimodal output_constrained")
+
 BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
 
 FRONT = (
@@ -39,14 +41,20 @@ FRONT = (
     ),
     Patch(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
-        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
+        (
+            "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
+            "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args placement_group",
+        ),
         BEFORE, "activation:in_launcher",
         "attaches LAUNCHER before any process starts",
     ),
     Patch(
         "sglang.srt.managers.scheduler.configure_scheduler_process",
-        "server_args gpu_id tp_rank attn_cp_rank moe_dp_rank moe_ep_rank pp_rank dp_rank "
-        "display_tp_rank display_dp_rank display_moe_ep_rank",
+        (
+            "server_args gpu_id tp_rank attn_cp_rank moe_dp_rank moe_ep_rank pp_rank dp_rank "
+            "display_tp_rank display_dp_rank display_moe_ep_rank",
+            "server_args gpu_id display_tp_rank display_dp_rank display_moe_ep_rank",
+        ),
         BEFORE, "activation:in_scheduler",
         "attaches SCHEDULER before the scheduler is built",
     ),
@@ -103,14 +111,20 @@ LAUNCHER = (
             "messages and texts of every API pass here, and one that cannot be read is a client's mistake",
         )
         for target, parameters in (
-            ("entrypoints.openai.serving_chat.OpenAIServingChat._process_messages", "self request is_multimodal"),
-            ("function_call.function_call_parser.FunctionCallParser.parse_non_stream", "self full_text"),
+            ("entrypoints.openai.serving_chat.OpenAIServingChat._process_messages", PROCESS_MESSAGES),
+            (
+                "function_call.function_call_parser.FunctionCallParser.parse_non_stream",
+                ("self full_text", "self full_text preserve_incomplete"),
+            ),
         )
     ),
     *(
         Patch(f"sglang.srt.entrypoints.{target}", parameters, AROUND, "mistakes:awaited_as_clients_mistake", "the same for other APIs")
         for target, parameters in (
-            ("openai.serving_responses.OpenAIServingResponses._make_request", "self request prev_response tokenizer"),
+            (
+                "openai.serving_responses.OpenAIServingResponses._make_request",
+                ("self request prev_response tokenizer", "self request prev_response tokenizer tool_adapter"),
+            ),
             ("ollama.serving.OllamaServing.handle_chat", "self request raw_request"),
         )
     ),
@@ -120,7 +134,7 @@ LAUNCHER = (
             "chat templates fail without a message, and do not say why",
         )
         for target, parameters in (
-            ("openai.serving_chat.OpenAIServingChat._process_messages", "self request is_multimodal"),
+            ("openai.serving_chat.OpenAIServingChat._process_messages", PROCESS_MESSAGES),
             ("ollama.serving.OllamaServing.handle_chat", "self request raw_request"),
         )
     ),
@@ -229,7 +243,8 @@ SCHEDULER = (
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler._abort_on_waiting_timeout", "self", AROUND, "requests:let_in_who_stands_behind",
-        "the same when a waiting request times out",
+        "the same when a waiting request times out; later releases abort it",
+        until="0.5.20",
     ),
     Patch(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req", BEFORE, "prefill:whole_pages",
@@ -245,13 +260,17 @@ SCHEDULER = (
         "prefixes may be staged while a decode graph still runs, but not before their pages are known",
     ),
     Patch(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req", "self idx remaing_req_count server_args",
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+        ("self idx remaing_req_count server_args", "self idx remaing_req_count offload_kv"),
         REPLACE, "retraction:keep_pages",
         "a retracted request resumes from those of its host pages that were not evicted meanwhile",
     ),
     Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
+        (
+            "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
+            "self batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode return_kv_loc_plan",
+        ),
         AFTER, "counts:attach",
         "a step's counts and the canary's faults leave the device with its logits",
     ),
@@ -287,7 +306,8 @@ SCHEDULER = (
         "before an idle server sleeps, the pools are checked and /metrics is updated",
     ),
     Patch(
-        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request", "self recv_req", AROUND, "hardening:take_in",
+        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request", ("self recv_req", "self recv_req mm_input_error"),
+        AROUND, "hardening:take_in",
         "an exception about one request answers that request, and does not end the others",
     ),
     Patch(
@@ -361,3 +381,5 @@ SCHEDULER_ON_CPU = (
         "the same for the one token of a decode step",
     ),
 )
+
+TABLES = (FRONT, LAUNCHER, LAUNCHER_ON_CPU, SCHEDULER, SCHEDULER_ON_CPU)

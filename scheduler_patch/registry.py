@@ -11,6 +11,8 @@ from importlib import import_module
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_freekv import releases
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -18,17 +20,34 @@ class Patch:
 
     Args:
         target: dotted path of the function or method of SGLang.
-        parameters: names of its parameters in SGLang 0.5.17, blank-separated; None if they do not matter.
+        parameters: names of its parameters, blank-separated. Releases that differ have one string each, the oldest first.
+            None if they do not matter.
         kind: BEFORE, AFTER, AROUND or REPLACE.
         hook: ``module:function`` in this package, imported when the patch is attached.
         why: the reason for the hook.
+        since: the first release of SGLang that is hooked; None for every one.
+        until: the first release that no longer is; None for none.
     """
 
     target: str
-    parameters: str | None
+    parameters: str | tuple[str, ...] | None
     kind: HookType
     hook: str
     why: str
+    since: str | None = None
+    until: str | None = None
+
+    def concerns(self, is_since: Callable[[str], bool] = releases.is_since) -> bool:
+        """Whether a release is hooked; ``is_since`` tells whether it is a given one or a later one."""
+        return (self.since is None or is_since(self.since)) and not (self.until is not None and is_since(self.until))
+
+    def fits(self, parameters: list[str]) -> bool:
+        """Whether the target may take these parameters."""
+        return self.parameters is None or " ".join(parameters) in self.alternatives
+
+    @property
+    def alternatives(self) -> tuple[str, ...]:
+        return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def load(self) -> Callable:
         module, name = self.hook.split(":")
@@ -38,20 +57,25 @@ class Patch:
 _registered: set[Patch] = set()
 
 
+class Drift(RuntimeError):
+    """SGLang's target of a hook is not what the hook was written for."""
+
+
 def register(patches: Iterable[Patch]) -> None:
-    """Hand hooks to SGLang, which attaches them after it has loaded all plugins.
+    """Hand hooks to SGLang, which attaches them after it has loaded all plugins. Either all are handed over, or none.
 
     Raises:
-        RuntimeError: a target is gone, or has other parameters.
+        Drift: a target is gone, or has other parameters.
     """
-    for patch in patches:
-        if patch in _registered:
-            continue
+    wanted = [patch for patch in patches if patch.concerns() and patch not in _registered]
+    for patch in wanted:
         _check_target(patch)
+    hooks = [(patch, patch.load()) for patch in wanted]
+    for patch, hook in hooks:
         if patch.target in HookRegistry._patched:  # another plugin has hooked it, and SGLang would skip ours: hook the result
             HookRegistry._patched.discard(patch.target)
             HookRegistry._hooks[patch.target] = []
-        HookRegistry.register(patch.target, patch.load(), patch.kind)
+        HookRegistry.register(patch.target, hook, patch.kind)
         _registered.add(patch)
 
 
@@ -59,7 +83,7 @@ def apply(patches: Iterable[Patch]) -> None:
     """Attach hooks now.
 
     Raises:
-        RuntimeError: a target is gone or has other parameters, or a hook could not be attached.
+        Drift: a target is gone or has other parameters, or a hook could not be attached.
     """
     patches = list(patches)
     register(patches)
@@ -68,9 +92,9 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def verify(patches: Iterable[Patch]) -> None:
-    """Raise RuntimeError unless all hooks are live. SGLang itself only logs a failed hook and goes on without it."""
+    """Raise Drift unless all hooks are live. SGLang itself only logs a failed hook and goes on without it."""
     for patch in patches:
-        if patch not in _registered or patch.target not in HookRegistry._patched:
+        if patch.concerns() and (patch not in _registered or patch.target not in HookRegistry._patched):
             raise _drift(patch.target, "could not be hooked; the log above has the exception")
 
 
@@ -79,10 +103,10 @@ def _check_target(patch: Patch) -> None:
         parameters = list(inspect.signature(pkgutil.resolve_name(patch.target)).parameters)
     except (ImportError, AttributeError) as error:
         raise _drift(patch.target, f"is not there ({error})") from error
-    expected = parameters if patch.parameters is None else patch.parameters.split()
-    if parameters != expected:
-        raise _drift(patch.target, f"takes ({', '.join(parameters)}), expected ({', '.join(expected)})")
+    if not patch.fits(parameters):
+        raise _drift(patch.target, f"takes ({', '.join(parameters)}), expected ({', '.join(patch.alternatives[-1].split())})")
 
 
-def _drift(target: str, finding: str) -> RuntimeError:
-    return RuntimeError(f"--kv-retrieval: SGLang's {target} {finding}; use SGLang 0.5.17, which this release was built for")
+def _drift(target: str, finding: str) -> Drift:
+    remedy = f"use SGLang {' or '.join(releases.TESTED)}, which this release was tested with"
+    return Drift(f"--kv-retrieval: SGLang {releases.INSTALLED}'s {target} {finding}; {remedy}")

@@ -15,6 +15,7 @@ LAYERS = (  # a module imports from its own line and from those above
     ("kernels", "batch", "counts", "metrics"),
     ("memory_pool",),
     ("digests", "options", "policy", "retrieval"),
+    ("releases",),
     ("kv_pool",),
     ("backend",),
     ("scheduler_patch",),

@@ -10,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_freekv import scheduler_patch
 from sglang_freekv.scheduler_patch import activation, registry
-from sglang_freekv.scheduler_patch.registry import Patch, apply
+from sglang_freekv.scheduler_patch.registry import Drift, Patch, apply
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def sglang_module(monkeypatch):
     return module
 
 
-def patch(target: str, parameters: str = "batch size") -> Patch:
-    return Patch(f"some_sglang_module.{target}", parameters, HookType.AFTER, "counts:copy_to_cpu", "a test")
+def patch(target: str, parameters: str | tuple[str, ...] = "batch size", **releases) -> Patch:
+    return Patch(f"some_sglang_module.{target}", parameters, HookType.AFTER, "counts:copy_to_cpu", "a test", **releases)
 
 
 def test_a_patch_is_applied_once(sglang_module, monkeypatch):
@@ -60,8 +60,28 @@ def test_a_hook_that_is_not_attached_is_noticed(sglang_module, monkeypatch):
     [("gone", "batch", "is not there"), ("step", "batch", r"takes \(batch, size\), expected \(batch\)"), ("no.step", "x", "is not there")],
 )
 def test_drift_is_an_error_that_names_the_remedy(sglang_module, target, parameters, finding):
-    with pytest.raises(RuntimeError, match=f"{finding}.*use SGLang 0.5.17"):
+    with pytest.raises(Drift, match=f"{finding}.*use SGLang 0.5.17"):
         apply([patch(target, parameters)])
+
+
+def test_if_one_target_has_drifted_none_is_hooked(sglang_module):
+    with pytest.raises(Drift, match="some_sglang_module.gone"):
+        apply([patch("step"), patch("gone")])
+    assert "some_sglang_module.step" not in HookRegistry._hooks
+    assert not registry._registered
+
+
+def test_releases_may_differ_in_parameters(sglang_module):
+    apply([patch("step", ("batch", "batch size"))])
+    with pytest.raises(Drift, match=r"expected \(batch, rows\)"):
+        apply([patch("step", ("batch", "batch rows"))])
+
+
+@pytest.mark.parametrize("since, until, hooked", [("0.5.17", None, True), ("99", None, False), (None, "99", True), (None, "0.5.17", False)])
+def test_a_release_has_its_own_hooks(sglang_module, since, until, hooked):
+    target = "step" if hooked else "gone"
+    apply([patch(target, since=since, until=until)])
+    assert (f"some_sglang_module.{target}" in HookRegistry._patched) == hooked
 
 
 def test_a_hook_that_sglang_could_not_attach_is_an_error(sglang_module, monkeypatch):
@@ -77,8 +97,7 @@ def test_without_retrieval_nothing_is_attached(monkeypatch):
 
 
 def test_every_patch_says_why_and_is_listed_once():
-    names = ("FRONT", "LAUNCHER", "LAUNCHER_ON_CPU", "SCHEDULER", "SCHEDULER_ON_CPU")
-    tables = [getattr(scheduler_patch, name) for name in names]
-    hooked = [(patch.target, patch.kind) for table in tables for patch in table]  # SGLang warns of two of a kind on one target
+    patches = [patch for table in scheduler_patch.TABLES for patch in table if patch.concerns()]
+    hooked = [(patch.target, patch.kind) for patch in patches]  # SGLang warns of two of a kind on one target
     assert len(set(hooked)) == len(hooked)
-    assert all(patch.why and patch.load() for table in tables for patch in table)
+    assert all(patch.why and patch.load() for patch in patches)

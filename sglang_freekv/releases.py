@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's releases: which have been tested, and where they differ.
+
+No other file compares releases or asks whether a symbol is there. A hook whose target or parameters differ says so in the table of patches.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import NamedTuple
+
+from packaging.version import Version
+
+TESTED = ("0.5.17", "0.5.23")
+
+NEW, GONE = False, True
+
+
+class Difference(NamedTuple):
+    """What SGLang does otherwise from one release on.
+
+    Args:
+        since: the first release that has it.
+        symbol: dotted path, by which a release is told to have it; its last part may be a parameter.
+        gone: whether the symbol is gone since then (GONE), or new (NEW).
+        change: what is otherwise.
+    """
+
+    since: str
+    symbol: str
+    gone: bool
+    change: str
+
+
+DIFFERENCES = {
+    "request KV": Difference(
+        "0.5.19", "sglang.srt.managers.schedule_batch.ReqKvInfo.holds_kv", NEW,
+        "a request's row is req.kv.req_pool_idx; req.kv stays when the row is given back, and req.kv.holds_kv tells",
+    ),
+    "KV event recorder": Difference(
+        "0.5.19", "sglang.srt.mem_cache.radix_cache.RadixCache._record_remove_event", GONE,
+        "the radix tree reports a page that it forgets to tree.kv_events.record_remove",
+    ),
+    "settings apart": Difference(
+        "0.5.20", "sglang.srt.server_args._rebuild_server_args", NEW,
+        "ServerArgs is a msgspec Struct that keeps what was typed; settings are resolved later, and read through a view",
+    ),
+    "one free list": Difference(
+        "0.5.20", "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.get_all_free_pages", NEW,
+        "the page allocator has free pages in one place, instead of free_pages and release_pages",
+    ),
+    "prefill budget": Difference(
+        "0.5.21", "sglang.srt.managers.schedule_policy.PrefillAdder.memory_budget", NEW,
+        "memory_budget.total_offset takes the place of the adder's rem_total_token_offset",
+    ),
+    "checkpoint": Difference(
+        "0.5.22", "sglang.srt.mem_cache.common.release_kv_cache.checkpoint", NEW,
+        "release_kv_cache is told whether the tree keeps the pages by checkpoint=, which has no default, instead of is_insert=",
+    ),
+    "extend end": Difference(
+        "0.5.22", "sglang.srt.managers.schedule_batch.Req.extend_end", NEW,
+        "req.extend_end takes the place of req.extend_range.end",
+    ),
+    "no chunk cache": Difference(
+        "0.5.22", "sglang.srt.mem_cache.chunk_cache", GONE,
+        "without a radix tree the prefix cache is a radix cache with disable set, and no ChunkCache",
+    ),
+}
+
+INSTALLED = Version(version("sglang"))
+
+
+def has(name: str) -> bool:
+    """Whether the installed SGLang has a difference of :data:`DIFFERENCES`."""
+    return is_since(DIFFERENCES[name].since)
+
+
+def is_since(release: str) -> bool:
+    """Whether the installed SGLang is this release or a later one."""
+    return INSTALLED.release >= Version(release).release
+
+
+def is_tested() -> bool:
+    """Whether the installed SGLang is one of :data:`TESTED`, for whichever CUDA it was built."""
+    return INSTALLED.public in TESTED
