@@ -44,9 +44,9 @@ def page() -> str:
 
 
 def _rows() -> Iterator[str]:
-    for name, settings in FLAGS.items():
-        values = settings.get("metavar") or f"{{{','.join(settings['choices'])}}}"
-        yield f"| `{typed(name)} {values}` | {settings['help'].replace('%%', '%')} |"
+    for name, flag in FLAGS.items():
+        values = flag.arguments.get("metavar") or f"{{{','.join(flag.arguments['choices'])}}}"
+        yield f"| `{typed(name)} {values}` | {flag.help.replace('%%', '%')} |"
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ def make_parser() -> Parser:
     stock = parser.add_argument_group("flags of SGLang's server", "as `python -m sglang.launch_server` takes them")
     server_flags.add_to(stock)
     own = parser.add_argument_group("flags of KV retrieval", "as the server takes them; its --help says more")
-    for name, settings in freekv.FLAGS.items():
-        own.add_argument(typed(name), **settings | {"help": settings["help"].partition(". ")[0].rstrip(".") + "."})
+    for name, flag in freekv.FLAGS.items():
+        own.add_argument(typed(name), **flag.arguments | {"help": flag.help.partition(". ")[0].rstrip(".") + "."})
     return parser
 
 

@@ -15,8 +15,9 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
+from sglang_freekv.flag import TOKENS
 from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options, config_from, whole_tokens
+from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options, config_from
 from sglang_freekv.scheduler_patch import cpu, refusals
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ _command_line: ContextVar[Options] = ContextVar("freekv_command_line", default=O
 def add_cli_args(_, parser: argparse.ArgumentParser) -> None:
     """AFTER SGLang has added its flags: add FreeKV's, in a group of their own."""
     group = parser.add_argument_group("KV retrieval (FreeKV)", ABOUT)
-    for name, settings in FLAGS.items():
-        group.add_argument(typed(name), **settings)
+    for name, flag in FLAGS.items():
+        group.add_argument(typed(name), **flag.arguments)
 
 
 def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
@@ -112,7 +113,7 @@ def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
     """
     asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
     asked.device = cpu.usable_device(asked.device)
-    page_size = whole_tokens("page_size", asked.page_size, DEFAULT_PAGE_SIZE)
+    page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
     config = config_from(options, page_size)
     refusals.refuse_flags(asked)
     if config.tau is not None and abs(config.tau) > 1:

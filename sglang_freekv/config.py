@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,6 +109,34 @@ class FreeKVConfig:
     def __post_init__(self) -> None:
         if self.method not in tuple(METHODS):
             raise Refusal(f"--kv-retrieval {self.method}: expected one of none, {', '.join(METHODS)}; use freekv")
+        self._take_defaults_of_method()
+        self._check_whole_pages()
+        self._check_parts_of_budget()
+        self._check_choices()
+        self._check_tau()
+        self._check_recall_timing()
+        if any(layer < 0 for layer in self.dense_layers):
+            raise Refusal(
+                f"--freekv-dense-layers {','.join(map(str, self.dense_layers))}: expected layer numbers from 0; "
+                "use for example --freekv-dense-layers 0"
+            )
+        if self.host_memory_gib is not None and not self.host_memory_gib > 0:
+            raise Refusal(
+                f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share"
+            )
+
+    def _take_defaults_of_method(self) -> None:
+        default = METHODS[self.method]
+        if default.tau is None and self.tau is not None:
+            raise Refusal(
+                f"--freekv-tau {self.tau:g}: expected none with --kv-retrieval {self.method}, which corrects every kv head in every step; "
+                "leave it out, or use --kv-retrieval freekv"
+            )
+        for name in Method._fields:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(default, name))
+
+    def _check_whole_pages(self) -> None:
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
         edge = MOST_SLOTS // 4  # twice the sum of sink and window then fits MOST_SLOTS
@@ -130,6 +159,8 @@ class FreeKVConfig:
                     f"--freekv-{name} {tokens}: expected at most {most} pages of {self.page_size} tokens; "
                     f"use --freekv-{name} {most * self.page_size}, or a larger --page-size"
                 )
+
+    def _check_parts_of_budget(self) -> None:
         if self.window_tokens < 2 * self.page_size:
             raise Refusal(
                 f"--freekv-window {self.window_tokens}: expected at least two pages of {self.page_size} tokens, because the page being "
@@ -147,9 +178,8 @@ class FreeKVConfig:
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
             )
-        for name in ("digest", "pooling"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(METHODS[self.method], name))
+
+    def _check_choices(self) -> None:
         choices = {"digest": DIGESTS, "pooling": POOLINGS, "recall": RECALLS, "host-layout": HOST_LAYOUTS, "canary": tuple(CANARIES)}
         for name, allowed in choices.items():
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
@@ -159,15 +189,12 @@ class FreeKVConfig:
                 f"--freekv-digest two-bit: expected pages of a multiple of {WORD_TOKENS} tokens, but --page-size is {self.page_size}; "
                 f"use --page-size {WORD_TOKENS}, or --freekv-digest cuboid-mean"
             )
-        if self.tau is None:
-            object.__setattr__(self, "tau", METHODS[self.method].tau)
-        elif METHODS[self.method].tau is None:
-            raise Refusal(
-                f"--freekv-tau {self.tau:g}: expected none with --kv-retrieval {self.method}, which corrects every kv head in every step; "
-                "leave it out, or use --kv-retrieval freekv"
-            )
-        elif self.tau != self.tau:
+
+    def _check_tau(self) -> None:
+        if self.tau is not None and math.isnan(self.tau):
             raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
+
+    def _check_recall_timing(self) -> None:
         if not 0 <= self.recall_timing <= MOST_STEPS:
             raise Refusal(
                 f"--freekv-recall-timing {self.recall_timing}: expected 0 to {MOST_STEPS} decode steps; use --freekv-recall-timing 100"
@@ -176,15 +203,6 @@ class FreeKVConfig:
             raise Refusal(
                 f"--freekv-recall-timing {self.recall_timing}: expected 0 with --freekv-recall copy-engine, which waits on the host; "
                 "leave it out"
-            )
-        if any(layer < 0 for layer in self.dense_layers):
-            raise Refusal(
-                f"--freekv-dense-layers {','.join(map(str, self.dense_layers))}: expected layer numbers from 0; "
-                "use for example --freekv-dense-layers 0"
-            )
-        if self.host_memory_gib is not None and not self.host_memory_gib > 0:
-            raise Refusal(
-                f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share"
             )
 
     @property

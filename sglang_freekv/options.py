@@ -19,6 +19,7 @@ from sglang_freekv.config import (
     Refusal,
     typed,
 )
+from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, STEPS, TOKENS, Flag, one_of
 from sglang_freekv.memory_pool import host_memory
 
 DEFAULTS = FreeKVConfig()
@@ -30,95 +31,101 @@ ABOUT = (
     "are, and stock SGLang's own repeat gives 99.8%."
 )
 FLAGS = {
-    "kv_retrieval": {
-        "choices": ("none", *METHODS),
-        "help": "Method of KV retrieval. Default: none, which leaves SGLang as it is. freekv selects pages a step ahead and recalls them "
+    "kv_retrieval": Flag(
+        "method",
+        one_of("none", *METHODS),
+        "Method of KV retrieval. Default: none, which leaves SGLang as it is. freekv selects pages a step ahead and recalls them "
         "beside the computation. quest and arkvale select with the query of each step, which then waits for its pages; they are there to "
         "be compared with. All --freekv-* flags need one of these methods.",
-    },
-    "freekv_budget": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": f"Tokens of KV that one decode step attends to, per request and kv head. Default: {DEFAULTS.budget_tokens}. "
+    ),
+    "freekv_budget": Flag(
+        "budget_tokens",
+        TOKENS,
+        f"Tokens of KV that one decode step attends to, per request and kv head. Default: {DEFAULTS.budget_tokens}. "
         "Raise it for accuracy. Lower it for more requests at once and fewer bytes recalled.",
-    },
-    "freekv_sink": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget "
+    ),
+    "freekv_sink": Flag(
+        "sink_tokens",
+        TOKENS,
+        f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget "
         "if that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
-    },
-    "freekv_window": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget "
+    ),
+    "freekv_window": Flag(
+        "window_tokens",
+        TOKENS,
+        f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget "
         "if that is less, in whole pages, at least two. Raise it for long generation.",
-    },
-    "freekv_tau": {
-        "type": float,
-        "metavar": "COSINE",
-        "help": "A kv head is corrected if the cosine of its query with the last one is below this: it selects and recalls before it "
+    ),
+    "freekv_tau": Flag(
+        "tau",
+        COSINE,
+        "A kv head is corrected if the cosine of its query with the last one is below this: it selects and recalls before it "
         f"attends. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 every kv head is corrected in every step, "
         "below -1 none is. quest and arkvale always correct, and refuse this flag.",
-    },
-    "freekv_digest": {
-        "choices": DIGESTS,
-        "help": "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max is the smallest box "
+    ),
+    "freekv_digest": Flag(
+        "digest",
+        one_of(*DIGESTS),
+        "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max is the smallest box "
         "that holds the page's keys, as in the FreeKV and Quest papers. cuboid-mean is a narrower box, as wide as the keys' mean distance "
         "from its centre, and finds more. two-bit adds two bits for each dimension of each key, and finds single tokens, best with "
         "--page-size 8. It takes more device memory, and each step takes longer.",
-    },
-    "freekv_pooling": {
-        "choices": POOLINGS,
-        "help": "How a kv head ranks pages by the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
+    ),
+    "freekv_pooling": Flag(
+        "pooling",
+        one_of(*POOLINGS),
+        "How a kv head ranks pages by the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
         "mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
         "scores as they are. max lets a single query head that looks for a single token have it.",
-    },
-    "freekv_device_cache": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. A step still "
+    ),
+    "freekv_device_cache": Flag(
+        "device_cache_tokens",
+        TOKENS,
+        "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. A step still "
         "attends to the budget; the other pages need no recall when they are selected again. Raise it if /metrics shows many recalled "
         "units. Every request then takes more device memory.",
-    },
-    "freekv_dense_layers": {
-        "nargs": "+",
-        "metavar": "LAYERS",
-        "help": "Comma-separated numbers, from 0, of layers whose KV stays on the device in full. Default: 0. 'none' leaves no layer "
+    ),
+    "freekv_dense_layers": Flag(
+        "dense_layers",
+        LAYERS,
+        "Comma-separated numbers, from 0, of layers whose KV stays on the device in full. Default: 0. 'none' leaves no layer "
         "dense. Add layers if accuracy suffers and device memory allows.",
-    },
-    "freekv_host_memory": {
-        "type": float,
-        "metavar": "GIB",
-        "help": "Host memory for the KV of one rank in GiB. It bounds the tokens that can be cached. Default: "
+    ),
+    "freekv_host_memory": Flag(
+        "host_memory_gib",
+        GIBIBYTES,
+        "Host memory for the KV of one rank in GiB. It bounds the tokens that can be cached. Default: "
         f"{host_memory.SHARE['cuda']:.0%}% of what this machine, its cgroup and `ulimit -v` leave, divided by the ranks on this machine; "
         f"{host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory. Each of its tokens takes device memory for "
         "its digests and dense layers, so a larger pool leaves fewer rows. Name it for each of several servers on one machine, because "
         "they start from the same free memory.",
-    },
-    "freekv_recall": {
-        "choices": RECALLS,
-        "help": f"How missing pages come from the host. Default: {DEFAULTS.recall}: a kernel in the decode graph reads host memory. "
+    ),
+    "freekv_recall": Flag(
+        "recall",
+        one_of(*RECALLS),
+        f"How missing pages come from the host. Default: {DEFAULTS.recall}: a kernel in the decode graph reads host memory. "
         "copy-engine is the paper's way, one copy for each page and kv head, without a decode graph; it is there to be compared with.",
-    },
-    "freekv_host_layout": {
-        "choices": HOST_LAYOUTS,
-        "help": f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}: the keys and values of a kv head in one piece. "
+    ),
+    "freekv_host_layout": Flag(
+        "host_layout",
+        one_of(*HOST_LAYOUTS),
+        f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}: the keys and values of a kv head in one piece. "
         "nhd is the order on the device, so recall reads single rows; it is there to be compared with.",
-    },
-    "freekv_canary": {
-        "choices": tuple(CANARIES),
-        "help": f"Compare KV that comes back from host memory with a checksum made when it left the device. Default: {DEFAULTS.canary}. "
+    ),
+    "freekv_canary": Flag(
+        "canary",
+        one_of(*CANARIES),
+        f"Compare KV that comes back from host memory with a checksum made when it left the device. Default: {DEFAULTS.canary}. "
         "sample compares one unit of sixteen. full compares every unit, and all pages in turn while the server is idle. A request whose "
         "KV changed ends with an error that names the page, and the prefix cache forgets that page. All other requests go on.",
-    },
-    "freekv_recall_timing": {
-        "type": int,
-        "metavar": "STEPS",
-        "help": "Time recall in one decode step of so many, with the GPU's clock. Default: 0, no step, at no cost. /metrics then shows the "
+    ),
+    "freekv_recall_timing": Flag(
+        "recall_timing",
+        STEPS,
+        "Time recall in one decode step of so many, with the GPU's clock. Default: 0, no step, at no cost. /metrics then shows the "
         "seconds that recall took, and the seconds that the computation waited for it. 100 suits a server in use. A CPU does not time "
         "recall.",
-    },
+    ),
 }
 
 
@@ -163,7 +170,7 @@ def _refuse_page_size(options: Options, page_size: int) -> None:
     reason = _reason_against(sizes, page_size)
     if reason is None or page_size < 1 or page_size == DEFAULT_PAGE_SIZE:
         return
-    budget = whole_tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
+    budget = DEFAULTS.budget_tokens if options.freekv_budget is None else TOKENS.read("freekv_budget", options.freekv_budget)
     for size in sorted(_divisors(budget), key=lambda size: abs(size - page_size)):
         if _reason_against(sizes, size) is None:
             raise Refusal(f"--page-size {page_size}: expected one that suits the other sizes ({reason}); use --page-size {size}")
@@ -185,71 +192,9 @@ def _divisors(tokens: int) -> tuple[int, ...]:
 
 
 def _config(options: Options, page_size: int) -> FreeKVConfig:
-    budget = whole_tokens("freekv_budget", options.freekv_budget, DEFAULTS.budget_tokens)
-
-    def edge(name: str, default: int, least: int) -> int:
-        page = max(1, page_size)
-        return whole_tokens(name, getattr(options, name), max(least, min(default, budget // 4) // page) * page)
-
-    return FreeKVConfig(
-        method=options.kv_retrieval,
-        budget_tokens=budget,
-        sink_tokens=edge("freekv_sink", DEFAULTS.sink_tokens, 1),
-        window_tokens=edge("freekv_window", DEFAULTS.window_tokens, 2),
-        tau=_number("freekv_tau", options.freekv_tau, None),
-        digest=options.freekv_digest,
-        pooling=options.freekv_pooling,
-        device_cache_tokens=whole_tokens("freekv_device_cache", options.freekv_device_cache, None),
-        dense_layers=_layers(options.freekv_dense_layers),
-        host_memory_gib=_number("freekv_host_memory", options.freekv_host_memory, None),
-        page_size=page_size,
-        recall=options.freekv_recall or DEFAULTS.recall,
-        host_layout=options.freekv_host_layout or DEFAULTS.host_layout,
-        canary=options.freekv_canary or DEFAULTS.canary,
-        recall_timing=_steps("freekv_recall_timing", options.freekv_recall_timing),
-    )
-
-
-def whole_tokens(name: str, value: int | None, default: int | None) -> int | None:
-    """``value``, or ``default`` if it is None; raises Refusal unless it is a whole number."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        example = DEFAULTS.budget_tokens if default is None else default
-        raise Refusal(f"{typed(name)} {value}: expected a whole number of tokens; use for example {typed(name)} {example}")
-    return default if value is None else value
-
-
-def _steps(name: str, value: int | None) -> int:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise Refusal(f"{typed(name)} {value}: expected a whole number of decode steps; use {typed(name)} 100")
-    return value or 0
-
-
-def _number(name: str, value: float | None, default: float | None) -> float | None:
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise Refusal(f"{typed(name)} {value}: expected a number; use one, or leave it out")
-    try:
-        return default if value is None else float(value)
-    except OverflowError:
-        raise Refusal(f"{typed(name)} {value}: expected a number that a float can hold; use one, or leave it out") from None
-
-
-def _layers(value: Any) -> tuple[int, ...]:
-    """Layer numbers, ascending, from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``. ``""`` and ``"none"`` mean no layer.
-
-    Raises:
-        Refusal: an item is not a whole number.
-    """
-    if value is None:
-        return DEFAULTS.dense_layers
-    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if [word.lower() for word in words] == ["none"] or not text.strip():
-        return ()
-    if not words:
-        raise Refusal(f"--freekv-dense-layers {text}: expected comma-separated layer numbers or none; use for example 0")
-    try:
-        return tuple(sorted({int(word) for word in words}))
-    except ValueError:
-        raise Refusal(
-            f"--freekv-dense-layers {text}: expected comma-separated layer numbers or none; use for example 0"
-        ) from None
+    given = {name: getattr(options, name) for name in FLAGS}
+    settings = {flag.setting: flag.kind.read(name, given[name]) for name, flag in FLAGS.items() if given[name] is not None}
+    budget, page = settings.get("budget_tokens", DEFAULTS.budget_tokens), max(1, page_size)
+    for setting, least in (("sink_tokens", 1), ("window_tokens", 2)):
+        settings.setdefault(setting, max(least, min(getattr(DEFAULTS, setting), budget // 4) // page) * page)
+    return FreeKVConfig(page_size=page_size, **settings)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (  # a module imports from its own line and from those above
     ("__init__", "architectures", "config"),
-    ("kernels", "batch", "counts", "metrics"),
+    ("kernels", "batch", "counts", "flag", "metrics"),
     ("memory_pool",),
     ("digests", "options", "policy", "retrieval"),
     ("releases",),
