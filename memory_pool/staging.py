@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import Prefixes
+from sglang_freekv.batch import Prefixes, StagedPages
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
@@ -42,8 +42,8 @@ class Staging:
         self.host, self.tokens, self.stream, self.canary = host, tokens, stream, canary
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
         self.context_tokens = 0
-        self.prefixes: Prefixes | None = None
-        self.laid_out: Handle | None = None  # keeps the tensors alive that lay_out reads
+        self.staged: StagedPages | None = None
+        self.looked_up: Handle | None = None  # keeps the tensors alive that the look-up reads
         self.arrived: list[Handle] = []  # of each staging buffer
         self.examined: list[Handle] = []  # by the canary; waited for at the end of the pass only
 
@@ -51,12 +51,12 @@ class Staging:
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def begin(self, context_tokens: int, lay_out: Callable[[], Prefixes], behind: Sequence[Handle] | None = None) -> None:
+    def begin(self, context_tokens: int, prefixes: Prefixes, behind: Sequence[Handle] | None = None) -> None:
         """Begin a batch: start to stream the prefixes of the first two layers.
 
         Args:
             context_tokens: tokens of all contexts of the batch together.
-            lay_out: builds the prefixes from the scheduler's tables. It runs on the transfer stream.
+            prefixes: looked up in the scheduler's table on the transfer stream.
             behind: handles that the prefixes wait for. None makes them wait for all work that the current stream was given.
 
         Raises:
@@ -67,18 +67,18 @@ class Staging:
                 f"an extend batch has {context_tokens} tokens of context, expected at most the {self.tokens} of a staging buffer"
             )
 
-        def take() -> None:
-            self.prefixes = lay_out()
+        def look_up() -> None:
+            self.staged = prefixes.look_up()
 
         self.context_tokens = context_tokens
-        self.laid_out = self.stream.submit(take, behind)
+        self.looked_up = self.stream.submit(look_up, behind)
         self.arrived = [self._stream(layer, behind) for layer in range(min(2, len(self.host.layers)))]
 
     def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of ``layer``, ``[context_tokens, H, D]``, with the prefixes in place. Starts to stream the next layer's."""
         self.arrived[layer % 2].wait()
         keys, values = self.buffers[layer % 2]
-        if self.canary is not None and len(self.prefixes.pages):
+        if self.canary is not None and len(self.staged.host_pages):
             self.examined.append(self.stream.submit(lambda: self._verify(layer)))
         if 0 < layer < len(self.host.layers) - 1:
             self.arrived[(layer + 1) % 2] = self._stream(layer + 1)
@@ -94,12 +94,12 @@ class Staging:
 
     def _stream(self, layer: int, behind: Sequence[Handle] | None = None) -> Handle:
         def stage() -> None:
-            kernels.stage_pages(self.host.layers[layer], self.prefixes.pages, self.prefixes.starts, *self.buffers[layer % 2])
+            kernels.stage_pages(self.host.layers[layer], *self.staged, *self.buffers[layer % 2])
 
         return self.stream.submit(stage, behind)
 
     def _verify(self, layer: int) -> None:
-        self.canary.verify_staged(layer, self.prefixes.pages, self.prefixes.starts, *self.buffers[layer % 2])
+        self.canary.verify_staged(layer, *self.staged, *self.buffers[layer % 2])
 
     def complete(self) -> None:
         """Wait for the canary's examinations."""

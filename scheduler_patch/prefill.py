@@ -7,14 +7,11 @@ import math
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_freekv.retrieval import Scheduled
-
 
 def mark_tables(scheduler, batch, *args, **kwargs) -> None:
     """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written."""
     if batch.forward_mode.is_extend():
-        retrieval = scheduler.token_to_kv_pool_allocator.get_kvcache().retrieval
-        retrieval.scheduled = Scheduled(retrieval.transfers.mark(), batch.req_pool_indices)
+        scheduler.token_to_kv_pool_allocator.get_kvcache().planner.note_tables(batch.req_pool_indices)
 
 
 def whole_pages(adder, req) -> None:

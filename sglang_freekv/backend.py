@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
+from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -36,7 +36,7 @@ class FreeKVAttnBackend(AttentionBackend):
             )
         self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
         self.req_to_token_pool, self.context_len = model_runner.req_to_token_pool, model_runner.model_config.context_len
-        self.retrieval = self.token_to_kv_pool.retrieval
+        self.retrieval, self.planner = self.token_to_kv_pool.retrieval, self.token_to_kv_pool.planner
         _check_layers(list(_attention_layers(model_runner.model)), self.token_to_kv_pool)
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
@@ -52,25 +52,18 @@ class FreeKVAttnBackend(AttentionBackend):
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
         """Snapshot the scheduler's tables, which it may rewrite during the pass. Begin an extend if the pass is one."""
-        page_size = self.token_to_kv_pool.page_size
         # SGLang passes views of buffers. Its next pass overwrites them, when the selection stream may still read.
         rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
         page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
         if forward_batch.forward_mode.is_decode():
             self.batch = DecodeBatch(rows, seq_lens, page_table)
+            self.planner.note_step()
         else:
             lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
-            self.batch = ExtendBatch.build(rows, page_table, *lengths, page_size)
-
-            scheduled = self.retrieval.scheduled
-            table_rows = rows if scheduled is None else scheduled.rows
-
-            def host_pages(request: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
-                """Uses the scheduler's own rows: SGLang fills the buffer of ``forward_batch``'s rows behind the pass before."""
-                return self.req_to_token_pool.req_to_token[table_rows[request], page * page_size] // page_size
-
-            self.retrieval.prepare_extend(self.batch, lambda: Prefixes.build(host_pages, *lengths, page_size, rows.device))
+            plan = self.planner.plan(rows, page_table, *lengths, self.req_to_token_pool.req_to_token)
+            self.batch = plan.batch
+            self.retrieval.prepare_extend(plan)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
@@ -84,11 +77,12 @@ class FreeKVAttnBackend(AttentionBackend):
         """Before a decode graph is captured or replayed: write the snapshot to the page table that the graph reads."""
         self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         size = forward_batch.batch_size
+        self.retrieval.complete_all_transfers()  # of passes without a graph; a graph leaves nothing in flight
         if in_capture:
-            self.retrieval.complete_all_transfers()
+            self.planner.note_step()
         else:
             lengths = forward_batch.seq_lens_cpu
-            self.retrieval.prepare_replay(lengths is None or not bool((lengths[:size] % self.token_to_kv_pool.page_size).all()))
+            self.planner.note_graph(lengths is None or not bool((lengths[:size] % self.token_to_kv_pool.page_size).all()))
         rows, seq_lens = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
         self._snapshot(rows, seq_lens, self.page_table[:size])
         if in_capture:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -82,39 +82,52 @@ class ExtendBatch(DecodeBatch):
         )
 
 
-@dataclass(frozen=True)
-class Prefixes:
-    """The prefix pages of an extend batch, and their places in the staging buffer.
+class StagedPages(NamedTuple):
+    """Pages that are streamed to a staging buffer.
 
     Args:
-        pages, starts: ``[N]`` host pages, and their first token rows in the staging buffer.
+        host_pages, starts: ``[N]`` host pages, and their first token rows in the staging buffer.
     """
 
+    host_pages: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The prefix pages of an extend batch: their entries in the scheduler's table, and their places in the staging buffer.
+
+    Args:
+        req_to_token: ``[R, context]`` KV index of each token of each row.
+        rows: ``[B]`` rows of the requests in that table.
+        owners, pages: ``[N]`` request and logical page of each prefix page, on the host.
+        starts: ``[N]`` their first token rows in the staging buffer, on the host.
+        page_size: S.
+    """
+
+    req_to_token: torch.Tensor
+    rows: torch.Tensor
+    owners: torch.Tensor
     pages: torch.Tensor
     starts: torch.Tensor
+    page_size: int
 
     @classmethod
     def build(
-        cls,
-        host_pages: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        prefix_lens: list[int],
-        query_lens: list[int],
-        page_size: int,
-        device: torch.device,
+        cls, req_to_token: torch.Tensor, rows: torch.Tensor, prefix_lens: list[int], query_lens: list[int], page_size: int
     ) -> Prefixes:
-        """Lay out the prefixes in the contexts of ``ExtendBatch.build``.
+        """Lay out the prefixes in the contexts of ``ExtendBatch.build``, whose arguments these are."""
+        prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
+        key = prefix + query
+        owners, pages = _ragged(prefix // page_size)
+        return cls(req_to_token, rows, owners, pages, (key.cumsum(0) - key)[owners] + pages * page_size, page_size)
 
-        Args:
-            host_pages: host pages ``[N]`` of logical pages, given as indices of requests and page numbers, both ``[N]`` on the device.
-            prefix_lens, query_lens, page_size: as in ``ExtendBatch.build``.
-        """
-        counts = torch.tensor(prefix_lens) // page_size
-        key = torch.tensor(prefix_lens) + torch.tensor(query_lens)
-        owner, index = _ragged(counts)
-        return cls(
-            pages=host_pages(_to_device(owner, device), _to_device(index, device)),
-            starts=_to_device((key.cumsum(0) - key)[owner] + index * page_size, device),
-        )
+    def look_up(self) -> StagedPages:
+        """Read the host pages from the scheduler's table. Call it on a stream that is ordered behind the scheduler's writes."""
+        device = self.req_to_token.device
+        owners, pages = _to_device(self.owners, device), _to_device(self.pages, device)
+        host_pages = self.req_to_token[self.rows[owners], pages * self.page_size] // self.page_size
+        return StagedPages(host_pages, _to_device(self.starts, device))
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

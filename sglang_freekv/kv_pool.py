@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
+from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
@@ -85,6 +86,7 @@ class FreeKVPool(MHATokenToKVPool):
             self.device,
             transfers,
         )
+        self.planner = ExtendPlanner(transfers, self.page_size)
         recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)

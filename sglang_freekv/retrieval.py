@@ -11,14 +11,14 @@ One step of one layer waits for the last step's recall ahead, then runs on four 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
+from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.extend_plan import ExtendPlan
 from sglang_freekv.kernels import Misses, Reads
 from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, CORRECTION
 from sglang_freekv.memory_pool.recall_clock import RecallClock
@@ -66,18 +66,6 @@ class Recall(Protocol):
     ) -> None: ...
 
 
-class Scheduled(NamedTuple):
-    """What the scheduler has prepared for the next extend.
-
-    Args:
-        written: handle behind which the scheduler's tables are complete for that extend.
-        rows: ``[B]`` rows of the extend's requests in these tables.
-    """
-
-    written: Handle
-    rows: torch.Tensor
-
-
 class Retrieval:
     """The retrieval engine of one model: every layer here is a retrieval layer, numbered from 0.
 
@@ -109,8 +97,6 @@ class Retrieval:
         self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
-        self.settled: Handle | None = None  # behind all passes but the last; None unless the last is a graph that fills no page
-        self.scheduled: Scheduled | None = None  # for the next pass, if it is an extend
         self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.corrected = Misses.allocate(units, device)
@@ -133,7 +119,6 @@ class Retrieval:
         """
         cache, policy, rows, seq_lens = self.cache.layers[layer], self.policy, batch.rows, batch.seq_lens
         digests, logits = self.digests.layers[layer], []
-        self.settled = None
         self.complete_transfers(layer)
 
         def score() -> None:
@@ -192,32 +177,15 @@ class Retrieval:
         if self.clock is not None:
             self.clock.settle(rows)
 
-    def prepare_replay(self, fills_page: bool) -> None:
-        """Prepare the replay of a decode graph: wait for the work that passes without a graph left in flight. A graph leaves none.
-
-        Args:
-            fills_page: whether this step fills a page of a request. The radix tree may then have the page before the graph has offloaded
-                it, so an extend must not stage beside this graph.
-        """
-        self.complete_all_transfers()
-        self.settled = None if fills_page else self.transfers.mark()
-
-    def prepare_extend(self, batch: ExtendBatch, prefixes: Callable[[], Prefixes]) -> None:
+    def prepare_extend(self, plan: ExtendPlan) -> None:
         """Begin an extend: wait for the last pass's work before rows and pages change hands, and start to stage the first layers' prefixes.
-
-        If the last pass is a graph that fills no page, these prefixes are staged beside it.
-
-        Args:
-            batch: the extend batch.
-            prefixes: builds the layout of the prefixes from the scheduler's tables.
 
         Raises:
             RuntimeError: the contexts do not fit a staging buffer.
         """
+        batch = plan.batch
         self.complete_all_transfers()
-        behind = None if self.settled is None or self.scheduled is None else (self.settled, self.scheduled.written)
-        self.settled = self.scheduled = None
-        self.store.staging.begin(sum(batch.key_lens), prefixes, behind)
+        self.store.staging.begin(sum(batch.key_lens), plan.prefixes, plan.behind)
         self.extend_attention.plan(batch.query_lens, batch.key_lens)
         self.counts[batch.rows] = 0
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
+from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -107,6 +108,8 @@ class Engine:
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
         self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())
+        self.planner = ExtendPlanner(transfers, config.page_size)
+        self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 
@@ -127,14 +130,13 @@ class Engine:
     def extend(self, requests: list[Request], upto: list[int]) -> list[torch.Tensor]:
         rows, table = self._tensors(requests)
         spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
-        lengths, size = ([a for _, a, _ in spans], [b - a for _, a, b in spans]), self.config.page_size
-        batch = ExtendBatch.build(rows, table, *lengths, size)
-        self.retrieval.prepare_extend(
-            batch, lambda: Prefixes.build(lambda request, page: table[request, page], *lengths, size, rows.device)
-        )
+        size = self.config.page_size
+        self.req_to_token[rows, : table.shape[1] * size : size] = table * size
+        plan = self.planner.plan(rows, table, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.req_to_token)
+        self.retrieval.prepare_extend(plan)
         outputs = [
             self.retrieval.extend(
-                layer, *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"), batch, SCALE
+                layer, *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"), plan.batch, SCALE
             )
             for layer in range(LAYERS)
         ]
@@ -144,10 +146,16 @@ class Engine:
 
     def decode(self, requests: list[Request]) -> list[torch.Tensor]:
         rows, table = self._tensors(requests)
+        self.planner.note_step()
         for request in requests:
             request.tokens += 1
         batch = DecodeBatch(rows, self.to_device(torch.tensor([request.tokens for request in requests])), table)
         return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
+
+    def prepare_replay(self, fills_page: bool) -> None:
+        """What SGLang's backend does before a decode graph."""
+        self.retrieval.complete_all_transfers()
+        self.planner.note_graph(fills_page)
 
     def new_tokens(self, layer: int, requests: list[Request]) -> list[torch.Tensor]:
         """Queries, keys and values of the last token of each request."""

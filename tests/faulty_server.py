@@ -25,15 +25,15 @@ def run_scheduler(path: Path, *args, **kwargs):
     import torch
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    from sglang_freekv.extend_plan import ExtendPlanner
     from sglang_freekv.memory_pool import store
-    from sglang_freekv.retrieval import Retrieval
     from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
-    build, prepare_replay, sweep = store.Store.build, Retrieval.prepare_replay, Quarantine.sweep
+    build, note_graph, sweep = store.Store.build, ExtendPlanner.note_graph, Quarantine.sweep
     delay, swept = [0], [False]
 
-    def prepare_and_delay(retrieval: Retrieval, fills_page: bool) -> None:
-        prepare_replay(retrieval, fills_page)
+    def note_and_delay(planner: ExtendPlanner, fills_page: bool) -> None:
+        note_graph(planner, fills_page)
         if delay[0]:
             torch.cuda._sleep(delay[0])
 
@@ -59,7 +59,7 @@ def run_scheduler(path: Path, *args, **kwargs):
         threading.Thread(target=watch, args=(built,), daemon=True).start()
         return built
 
-    store.Store.build, Retrieval.prepare_replay, Quarantine.sweep = build_and_watch, prepare_and_delay, sweep_if_wanted
+    store.Store.build, ExtendPlanner.note_graph, Quarantine.sweep = build_and_watch, note_and_delay, sweep_if_wanted
     return run_scheduler_process(*args, **kwargs)
 
 

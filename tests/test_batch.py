@@ -22,15 +22,17 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
     table = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(width)).view(-1, width) + 1
     rows = torch.arange(len(spans)) + 1
     batch = ExtendBatch.build(rows, table, prefixes, queries, page_size)
-    staged = Prefixes.build(lambda request, page: table[request, page], prefixes, queries, page_size, table.device)
+    tokens = torch.zeros(len(spans) + 1, width * page_size, dtype=torch.int64)
+    tokens[1:] = table.repeat_interleave(page_size, 1) * page_size + torch.arange(width * page_size) % page_size
+    staged = Prefixes.build(tokens, rows, prefixes, queries, page_size).look_up()
 
-    tensors = ("context_starts", "pages", "starts", "new_rows", "full_pages", "full_starts", "last_tokens")
+    tensors = ("context_starts", "host_pages", "starts", "new_rows", "full_pages", "full_starts", "last_tokens")
     expected, context = {name: [] for name in tensors}, 0
     for request, (prefix, query) in enumerate(zip(prefixes, queries)):
         expected["context_starts"].append(context)
         for token in range(prefix + query):
             if token < prefix and token % page_size == 0:
-                expected["pages"].append(table[request, token // page_size])
+                expected["host_pages"].append(table[request, token // page_size])
                 expected["starts"].append(context)
             if token >= prefix:
                 expected["new_rows"].append(context)
@@ -39,7 +41,7 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
                     expected["full_starts"].append(context - page_size + 1)
             context += 1
         expected["last_tokens"].append(len(expected["new_rows"]) - 1)
-    built = vars(batch) | vars(staged)
+    built = vars(batch) | staged._asdict()
     assert {name: built[name].tolist() for name in expected} == expected
     assert batch.rows is rows and batch.page_table is table and batch.query_lens == queries
     assert batch.key_lens == batch.seq_lens.tolist() == [prefix + query for prefix, query in zip(prefixes, queries)]

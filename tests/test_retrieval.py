@@ -13,7 +13,7 @@ from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expe
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.retrieval import Retrieval, Scheduled, plans_early
+from sglang_freekv.retrieval import Retrieval, plans_early
 
 torch.set_num_threads(1)
 
@@ -197,13 +197,13 @@ def test_prefixes_come_beside_the_last_pass_only_if_that_is_a_graph_that_fills_n
     retrieval.store.staging.begin = lambda tokens, prefixes, points: (behind.append(points), begin(tokens, prefixes, points))
 
     def extend(upto: int) -> bool:
-        retrieval.scheduled = Scheduled(retrieval.transfers.mark(), None)
+        engine.planner.note_tables(torch.tensor([engine.requests[0].row]))
         engine.extend(engine.requests, [upto])
         return behind[-1] is not None
 
     assert not extend(48), "nothing came before"
     assert not extend(64), "an extend came before, which uses the same buffers"
-    retrieval.prepare_replay(fills_page)
+    engine.prepare_replay(fills_page)
     if then == "extend":
         assert extend(80) == (not fills_page)
         assert not extend(100), "the graph is the last pass but one"

@@ -13,12 +13,11 @@ import pytest
 import torch
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 
-from sglang_freekv.batch import DecodeBatch, ExtendBatch, Prefixes
+from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.kernels import Reads, reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
-from sglang_freekv.retrieval import Scheduled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
@@ -109,7 +108,7 @@ class CapturedEngine(Engine):
     def replay(self) -> list[torch.Tensor]:
         for request in self.requests:
             request.tokens += 1
-        self.retrieval.prepare_replay(any(request.tokens % self.config.page_size == 0 for request in self.requests))
+        self.prepare_replay(any(request.tokens % self.config.page_size == 0 for request in self.requests))
         rows, table = self._tensors(self.requests)
         self.rows[:-1], self.table[:-1] = rows, table
         self.seq_lens[:-1] = self.to_device(torch.tensor([request.tokens for request in self.requests]))
@@ -233,9 +232,8 @@ class ScheduledEngine(CapturedEngine):
     def __init__(self, stream, generator: random.Random | None) -> None:
         super().__init__(CONFIGS["tight"], PROMPTS, 4 * STEPS, stream, device="cuda")
         self.random, self.schedule = generator, torch.cuda.Stream()
-        self.tables = torch.zeros((40, 400), dtype=torch.int64, device="cuda")
+        self.tables = torch.zeros((40, 400 * self.config.page_size), dtype=torch.int64, device="cuda")
         self.rows_of_pass = torch.zeros(1, dtype=torch.int64, device="cuda")  # SGLang's buffer, which each pass fills on its stream
-        self.table_rows = lambda: self.retrieval.scheduled.rows
         self.hits = 0
         torch.cuda.synchronize()
         self.capture()
@@ -260,18 +258,16 @@ class ScheduledEngine(CapturedEngine):
         size, self.hits = self.config.page_size, self.hits + 1
         with torch.cuda.stream(self.schedule):
             self._delay()
-            self.tables[self.hits, : len(pages)] = self.to_device(pages)
+            self.tables[self.hits, : len(pages) * size : size] = self.to_device(pages * size)
             scheduled = torch.full_like(self.rows_of_pass, self.hits)
-            self.retrieval.scheduled = Scheduled(self.retrieval.transfers.mark(), scheduled)
+            self.planner.note_tables(scheduled)
         torch.cuda.current_stream().wait_stream(self.schedule)
         self.rows_of_pass.copy_(scheduled)
         rows, table = self._tensors([newcomer])
-        batch, table_rows = ExtendBatch.build(rows, table, [prefix], [5], size), self.table_rows()
-        self.retrieval.prepare_extend(
-            batch, lambda: Prefixes.build(lambda request, page: self.tables[table_rows[request], page], [prefix], [5], size, rows.device)
-        )
+        plan = self.planner.plan(rows, table, [prefix], [5], self.tables)
+        self.retrieval.prepare_extend(plan)
         tokens = [[self.to_device(getattr(newcomer, x)[layer, prefix : prefix + 5]) for x in "qkv"] for layer in range(LAYERS)]
-        return [self.retrieval.extend(layer, *tokens[layer], batch, SCALE) for layer in range(LAYERS)]
+        return [self.retrieval.extend(layer, *tokens[layer], plan.batch, SCALE) for layer in range(LAYERS)]
 
 
 def _newcomers(stream=cuda_stream, generator=None, broken=None) -> torch.Tensor:
@@ -297,13 +293,13 @@ def _looks_beside_graphs() -> tuple[list[bool], list[bool], list[bool]]:
     for _ in range(4):
         engine.hit(engine.requests[0], row)
         torch.cuda.synchronize()
-        sleep, prepared = torch.cuda._sleep, engine.retrieval.prepare_replay
+        sleep, noted = torch.cuda._sleep, engine.planner.note_graph
 
-        def prepare_and_sleep(fills_page: bool) -> None:
-            prepared(fills_page)
+        def note_and_sleep(fills_page: bool) -> None:
+            noted(fills_page)
             sleep(2_000_000_000)  # a second: the host may be busy
 
-        with mock.patch.object(engine.retrieval, "prepare_replay", prepare_and_sleep):
+        with mock.patch.object(engine.planner, "note_graph", note_and_sleep):
             engine.replay()
         graph = engine.retrieval.transfers.mark()
         begun = engine.retrieval.store.staging.begin
@@ -358,7 +354,8 @@ def _without_waiting_for_the_tables(engine) -> None:
 
 def _by_the_rows_of_the_pass(engine) -> None:
     """Pages are looked up in the tables of the requests that the graph decodes."""
-    engine.table_rows = lambda: engine.rows_of_pass
+    note = engine.planner.note_tables
+    engine.planner.note_tables = lambda rows: note(engine.rows_of_pass)
 
 
 def _without_waiting_for_the_pass_before_the_graph(engine) -> None:
@@ -370,8 +367,8 @@ def _without_waiting_for_the_pass_before_the_graph(engine) -> None:
 
 def _without_asking_whether_a_page_is_filled(engine) -> None:
     """A page is read that the graph has yet to write."""
-    prepare = engine.retrieval.prepare_replay
-    engine.retrieval.prepare_replay = lambda fills_page: prepare(False)
+    note = engine.planner.note_graph
+    engine.planner.note_graph = lambda fills_page: note(False)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class TimedEngine(Engine):
     def replay(self) -> torch.Tensor:
         for request in self.requests:
             request.tokens += 1
-        self.retrieval.prepare_replay(True)
+        self.prepare_replay(True)
         rows, table = self._tensors(self.requests)
         self.rows.copy_(rows)
         self.table.copy_(table)

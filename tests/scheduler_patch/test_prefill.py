@@ -11,7 +11,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_freekv.backend import FreeKVAttnBackend
-from sglang_freekv.retrieval import Scheduled
+from sglang_freekv.extend_plan import ExtendPlanner
+from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.scheduler_patch import prefill
 
 PAGE = 32
@@ -63,11 +64,11 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
 
 @pytest.mark.parametrize("extends", [True, False])
 def test_the_scheduler_s_tables_are_marked_for_the_pass_that_reads_prefixes(extends):
-    retrieval = SimpleNamespace(scheduled=None, transfers=SimpleNamespace(mark=lambda: "here"))
-    allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(retrieval=retrieval))
+    planner = ExtendPlanner(SimpleNamespace(mark=lambda: "here"), PAGE)
+    allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(planner=planner))
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: extends), req_pool_indices="rows")
     prefill.mark_tables(SimpleNamespace(token_to_kv_pool_allocator=allocator), batch)
-    assert retrieval.scheduled == (("here", "rows") if extends else None)
+    assert planner.tables == (("here", "rows") if extends else None)
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
@@ -75,15 +76,17 @@ def test_prefixes_are_looked_up_in_the_rows_of_the_scheduler(scheduled):
     """SGLang's forward batch has its rows in a buffer that the stream of the pass fills: beside a graph it still has the graph's."""
     rows, looked_up = torch.tensor([3, 5]), []
 
-    def prepare_extend(batch, prefixes) -> None:
+    def prepare_extend(plan) -> None:
         if scheduled:
             forward_batch.req_pool_indices.fill_(1)
-        looked_up.append(prefixes().pages.tolist())
+        looked_up.append(plan.prefixes.look_up().host_pages.tolist())
 
     backend = object.__new__(FreeKVAttnBackend)
     backend.token_to_kv_pool = SimpleNamespace(page_size=PAGE)
     backend.req_to_token_pool = SimpleNamespace(req_to_token=torch.arange(6)[:, None] * 1000 * PAGE + torch.arange(8 * PAGE))
-    backend.retrieval = SimpleNamespace(scheduled=Scheduled(None, rows) if scheduled else None, prepare_extend=prepare_extend)
+    backend.retrieval, backend.planner = SimpleNamespace(prepare_extend=prepare_extend), ExtendPlanner(InlineStream(), PAGE)
+    if scheduled:
+        backend.planner.note_tables(rows)
     forward_batch = SimpleNamespace(
         req_pool_indices=rows.clone(), seq_lens=torch.tensor([3 * PAGE, 2 * PAGE]), seq_lens_cpu=torch.tensor([3 * PAGE, 2 * PAGE]),
         extend_prefix_lens_cpu=[2 * PAGE, PAGE], extend_seq_lens_cpu=[PAGE, PAGE], forward_mode=ForwardMode.EXTEND,
