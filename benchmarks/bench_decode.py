@@ -6,10 +6,10 @@ import statistics
 import sys
 from typing import NamedTuple
 
-from profiles import CORRECTED, MISSED
-from report import Report, say, table
-from servers import BenchServer, Stream, random_prompt
-from setups import Setup
+from benchmarks.profiles import CORRECTED, MISSED
+from benchmarks.report import Report, say, table
+from benchmarks.servers import BenchServer, Stream, random_prompt
+from benchmarks.setups import Setup
 
 PROMPT_SEED = 1000  # prompts are the same for all systems and loads
 SETTLE_TOKENS = 8  # of every request, before the window begins
@@ -125,7 +125,7 @@ def measure(
             continue
         passes.append(found)
         best = statistics.median(each["tpot_s"] for each in passes)
-        shares = f", c {found['corrected']:.3f}, x {found['missed']:.3f}" if layers else ""
+        shares = f", c {found['corrected']:.3f}, x {found['missed']:.3f}" if "corrected" in found else ""
         report.add(key, {"case": case._asdict(), "scale": setup.scale, "tpot_s": best, "passes": passes, "left_out": left_out})
         say(f"{key}: {found['tpot_s'] * 1e3:.2f} ms per token in {found['window_tokens']} tokens{shares}")
 
@@ -157,7 +157,7 @@ def ratios(results: dict) -> str:
 
 
 def main() -> int:
-    from bench_serving_pair import main
+    from benchmarks.bench_serving_pair import main
 
     return main(__doc__, ["decode-*"])
 

@@ -7,13 +7,13 @@ import sys
 
 import torch
 
-from bench_recall import host_memory
-from kernel_inputs import Case, Inputs
-from kernel_trials import KERNELS
-from report import Report, arguments, chosen, say, seconds_since_start, table
+from benchmarks.bench_recall import host_memory
+from benchmarks.kernel_inputs import Case, Inputs
+from benchmarks.kernel_trials import KERNELS
+from benchmarks.report import Report, arguments, chosen, say, seconds_since_start, table
+from benchmarks.timing import Ceilings, time_graph
+from benchmarks.trial import Trial
 from sglang_freekv.config import GIB, PageBudget
-from timing import Ceilings, time_graph
-from trial import Trial
 
 CASES = [
     *(Case(f"llama-{context // 1024}k-b{batch}", 32, 8, 128, context, batch) for context in (32768, 131072) for batch in (1, 8, 16)),

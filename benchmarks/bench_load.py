@@ -20,10 +20,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import profiles
-from report import Report, arguments, chosen, say, seconds_since_start, table
-from servers import BenchServer, running
-from setups import SHAPES, Setup, words
+from benchmarks import profiles
+from benchmarks.report import Report, arguments, chosen, say, seconds_since_start, table
+from benchmarks.servers import BenchServer, running
+from benchmarks.setups import SHAPES, Setup, words
 
 SYSTEMS, SEED = ("stock", "freekv"), 1
 SHARED, SERIAL = "generated-shared-prefix", "serial"

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sglang_freekv.launch.server import Server, free_port
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "needle")]
-
-import tasks  # noqa: E402
-from report import ROOT, Report, arguments, chosen, say, table  # noqa: E402
-from servers import words  # noqa: E402
-from sglang_freekv.launch.server import Server, free_port  # noqa: E402
+from benchmarks.needle import tasks
+from benchmarks.report import ROOT, Report, arguments, chosen, say, table
+from benchmarks.servers import words
 
 NEEDLE_MODEL = Path(__file__).parent / "needle" / "model"
 LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3

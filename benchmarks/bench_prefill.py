@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from bench_decode import prompts_of
-from report import Report, say, summary, table
-from servers import BenchServer, random_prompt
+from benchmarks.bench_decode import prompts_of
+from benchmarks.report import Report, say, summary, table
+from benchmarks.servers import BenchServer, random_prompt
 
 NEW_TOKENS = 256  # behind the prefix
 SUFFIX_SEED, WARM_UP_SEED = 7000, 9000
@@ -74,7 +74,7 @@ def ratios(results: dict) -> str:
 
 
 def main() -> int:
-    from bench_serving_pair import main
+    from benchmarks.bench_serving_pair import main
 
     return main(__doc__, ["prefill-*"])
 

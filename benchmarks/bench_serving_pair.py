@@ -8,12 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import bench_decode
-import bench_prefill
-from clock import Clock
-from report import Report, arguments, chosen
-from servers import BenchServer, keep_log, running
-from setups import SHAPES, SYSTEMS, Setup
+from benchmarks import bench_decode, bench_prefill
+from benchmarks.clock import Clock
+from benchmarks.report import Report, arguments, chosen
+from benchmarks.servers import BenchServer, keep_log, running
+from benchmarks.setups import SHAPES, SYSTEMS, Setup
 
 CONTEXTS = (32768, 131072)
 PARTS = (*(f"prefill-{bench_prefill.name_of(context)}" for context in CONTEXTS), *(f"decode-{case.name}" for case in bench_decode.CASES))

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench_decode import achieved
-from profiles import CORRECTED, MISSED
-from report import ROOT, Report, arguments, chosen, say, table
-from servers import BenchServer, running
-from setups import NEEDLE_MODEL, Setup
-
-sys.path.insert(0, str(ROOT / "benchmarks" / "needle"))
+from benchmarks.bench_decode import achieved
+from benchmarks.profiles import CORRECTED, MISSED
+from benchmarks.report import Report, arguments, chosen, say, table
+from benchmarks.servers import BenchServer, running
+from benchmarks.setups import NEEDLE_MODEL, Setup
 
 SLACKS = (1, 1.5, 2, 4)
 TASKS = ("magic-number", "code-word", "multi-value")
@@ -26,8 +24,8 @@ START_DEADLINE_S, REQUEST_DEADLINE_S = 300, 280
 
 def questions(length: int, documents: int, per_document: int, model: Path) -> list:
     """Prompts of about ``length`` tokens; those of one document share it."""
-    import tasks
-    from corpus import HERE, Corpus
+    from benchmarks.needle import tasks
+    from benchmarks.needle.corpus import HERE, Corpus
 
     rng, corpus = np.random.default_rng(1), Corpus.load(model, HERE / "data")
     wanted = [TASKS[index % len(TASKS)] for index in range(per_document)]

@@ -10,22 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
-from paper.decoder import Decoder, Shape
-from profiles import CORRECTED, MISSED
-from replay import Controls, drain, replayed
-from replay_load import Load
-from report import Report, arguments, chosen, say, summary, table
-from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
-from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels import Reads
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream
+
+from benchmarks.paper.decoder import Decoder, Shape
+from benchmarks.profiles import CORRECTED, MISSED
+from benchmarks.replay import Controls, drain, replayed
+from benchmarks.replay_load import Load
+from benchmarks.report import Report, arguments, chosen, say, summary, table
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
+from sglang_freekv.digests import digests_of
 from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
 
 SHAPE = Shape.of("llama-3.1-8b")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from report import seconds_since_start
+from benchmarks.report import seconds_since_start
 
 LONGEST_START_S = 300  # of a server; the first one on a machine compiles kernels for minutes
 

@@ -1,8 +1,8 @@
 """Is a change faster? Captured decode steps of several checkouts in turns: two GPUs of one kind differ by more than most changes do.
 
-    python benchmarks/compare_steps.py OLD NEW --corrected 0.59
+    python -m benchmarks.compare_steps OLD NEW --corrected 0.59
 
-Options that are not its own go to ``bench_step.py``.
+Options that are not its own go to ``bench_step``. Where ``benchmarks`` is no package yet, it runs by its path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from report import say, table
+from benchmarks.report import say, table
 
 CASES = ("8k-b1", "32k-b1", "32k-b4", "32k-b8", "32k-b16", "128k-b4")
 
@@ -24,17 +24,20 @@ def steps_of(tree: Path, cases: list[str], further: list[str]) -> dict[str, floa
     """Milliseconds of a step of each case, by the benchmark and the code of ``tree``.
 
     Raises:
-        SystemExit: nothing was measured.
+        SystemExit: ``tree`` is no checkout, or nothing was measured.
     """
     parts = [f"{case}/freekv" for case in cases]
+    if not (tree / "benchmarks" / "bench_step.py").exists():
+        raise SystemExit(f"{tree}: expected a checkout with benchmarks/bench_step.py, there is none")
+    program = ("-m", "benchmarks.bench_step") if (tree / "benchmarks" / "__init__.py").exists() else ("benchmarks/bench_step.py",)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))}
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, str(tree / "benchmarks" / "bench_step.py"), "--only", *parts, "--out", scratch, *further]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        command = [sys.executable, *program, "--only", *parts, "--out", scratch, *further]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
         results = Path(scratch, "bench_step.json")
         found = json.loads(results.read_text())["results"] if results.exists() else {}
     if not found:
-        raise SystemExit(f"{tree}: bench_step.py measured nothing\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(f"{tree}: bench_step measured nothing\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return {part.split("/")[0]: result["seconds"]["median"] * 1e3 for part, result in found.items()}
 
 

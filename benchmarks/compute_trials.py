@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from sglang_freekv.kernels import Reads, reference
 
-from kernel_inputs import DTYPE, Inputs, check_plans
+from benchmarks.kernel_inputs import DTYPE, Inputs, check_plans
+from benchmarks.trial import Trial, per_layer, relative
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
-from sglang_freekv.kernels import Reads, reference
-from trial import Trial, per_layer, relative
 
 TAU = 0.9
 TIES = 0.01  # share of the kv heads, and one more, that may choose other pages than the reference: weights that all but tie

@@ -19,7 +19,7 @@ part() {  # NAME COMMAND...: its output goes to a log, its end is told
   "$@" >"$out/$name.log" 2>&1 || status=$?
   echo "$(date -u +%H:%M:%S) $name: exit status $status after $((SECONDS - begun)) s: $(tail -n 1 "$out/$name.log" | cut -c1-200)"
 }
-bench() { "$python" "benchmarks/$1" --out "$out" "${@:2}"; }
+bench() { "$python" -m "benchmarks.$1" --out "$out" "${@:2}"; }
 tests() { "$python" -P -m pytest -q -p no:cacheprovider "$@"; }
 
 tests_side_by_side() {
@@ -30,17 +30,17 @@ tests_side_by_side() {
   part server tests tests/gpu/test_server_on_gpu.py &
   part sanitizer compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -P -m pytest -q -p no:cacheprovider \
     tests/gpu/test_engine_on_gpu.py -k "(follows_the_paper or eager_one) and (tight or two-bit)" &
-  part needle bench bench_needle.py --skip "tp-2*" &
+  part needle bench bench_needle --skip "tp-2*" &
   wait
 }
 
 for name in "${parts[@]}"; do
   case $name in
     tests) tests_side_by_side ;;
-    pair) part pair bench bench_serving_pair.py --minutes 10 ;;
-    step) part step bench bench_step.py --profile 32k-b8/freekv --only "*/attention-only" "*/freekv" "*/copies-off" "*/uncorrected" "*/canary-*" ;;
-    recall) part recall bench bench_recall.py ;;
-    kernels) part kernels bench bench_kernels.py --minutes 2 ;;
-    *) part "$name" bench bench_serving_pair.py --shape "$name" --systems stock freekv --only prefill-32k "decode-32k-*" --minutes 4.6 ;;
+    pair) part pair bench bench_serving_pair --minutes 10 ;;
+    step) part step bench bench_step --profile 32k-b8/freekv --only "*/attention-only" "*/freekv" "*/copies-off" "*/uncorrected" "*/canary-*" ;;
+    recall) part recall bench bench_recall ;;
+    kernels) part kernels bench bench_kernels --minutes 2 ;;
+    *) part "$name" bench bench_serving_pair --shape "$name" --systems stock freekv --only prefill-32k "decode-32k-*" --minutes 4.6 ;;
   esac
 done

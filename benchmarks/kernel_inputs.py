@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-
-import profiles
-from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import Misses, Reads, reference
+
+from benchmarks import profiles
+from sglang_freekv.config import PageBudget
 
 CACHED_BYTES = 256 << 20  # several times an H200's L2: rotating among sets of so many bytes, none is in it
 MISSED = profiles.MISSED

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import compute_trials as compute
-import mover_trials as movers
-from kernel_inputs import Inputs
-from trial import Trial
+from benchmarks import compute_trials as compute
+from benchmarks import mover_trials as movers
+from benchmarks.kernel_inputs import Inputs
+from benchmarks.trial import Trial
 
 KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "append_tokens": movers.append_tokens,

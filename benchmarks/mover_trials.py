@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from sglang_freekv.kernels import reference
 
-import bench_recall
-from kernel_inputs import DTYPE, Inputs, full_pages
+from benchmarks import bench_recall
+from benchmarks.kernel_inputs import DTYPE, Inputs, full_pages
+from benchmarks.trial import Trial, per_layer
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
-from sglang_freekv.kernels import reference
-from trial import Trial, per_layer
 
 STAGED_TOKENS = 32768
 

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from sglang_freekv.kernels import CORRECTED, Misses
 
-from replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_of
+from benchmarks.replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_of
 from sglang_freekv import retrieval
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Boxes, Digests, digests_of
-from sglang_freekv.kernels import CORRECTED, Misses
 from sglang_freekv.policy import POLICIES, Policy
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Replay(Policy):
         steps = controls.steps[layer, : len(previous), :num_kv_heads]
         assert steps.shape == (len(previous), num_kv_heads), f"{len(previous)} rows of {num_kv_heads} kv heads, expected fewer"
         if queries.is_cuda:
-            from replay_kernels import needs_correction
+            from benchmarks.replay_kernels import needs_correction
 
             return needs_correction(
                 queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer
@@ -144,7 +144,7 @@ class ReplayedDigests:
             logits = self.digests.score(queries, digests, batch, scale)
             scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
             return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
-        import replay_kernels
+        from benchmarks import replay_kernels
 
         budget, page_size = self.digests.budget, self.digests.page_size
         if isinstance(self.digests, Boxes):

@@ -1,6 +1,6 @@
 """What the load replay draws: which kv heads turn, and how the scores of pages move; PyTorch twins of ``replay_kernels.py``.
 
-    python benchmarks/replay_load.py        # calibrates, and prints the table SPEEDS
+    python -m benchmarks.replay_load        # calibrates, and prints the table SPEEDS
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from profiles import CONCENTRATIONS
+from benchmarks.profiles import CONCENTRATIONS
 
 THETAS = 4096
 GOLDEN, PACES, WAVES, WORD = 0x9E3779B9, 0x85EBCA6B, (1, 0x27D4EB2F, 0x165667B1), 0xFFFFFFFF

@@ -1,6 +1,6 @@
 """An SGLang server whose FreeKV is the load replay: ``python -m sglang.launch_server`` with two more options.
 
-    python benchmarks/replay_server.py --replay-control control.json --model-path MODEL --kv-retrieval freekv
+    python -m benchmarks.replay_server --replay-control control.json --model-path MODEL --kv-retrieval freekv
 
 SGLang's ``launch_server`` takes the function that a scheduler process runs; ours installs the replay and then runs SGLang's.
 """
@@ -18,7 +18,7 @@ def run_scheduler(control: Path, copies: bool, *args, **kwargs):
     """In the scheduler process."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    import replay
+    from benchmarks import replay
 
     replay.install(control, copies)
     return run_scheduler_process(*args, **kwargs)
@@ -37,7 +37,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    import replay_server  # by this name, and not as __main__, the spawned process finds the function
+    from benchmarks import replay_server  # by this name, and not as __main__, the spawned process finds the function
 
     run = functools.partial(replay_server.run_scheduler, options.replay_control.resolve(), options.replay_copies == "on")
     try:

@@ -69,7 +69,8 @@ def _command() -> str:
     if "--out" in words:
         del words[words.index("--out") : words.index("--out") + 2]
     script = Path(sys.argv[0]).resolve()
-    return " ".join(["python3", str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name), *words])
+    module = ".".join(script.with_suffix("").relative_to(ROOT).parts) if script.is_relative_to(ROOT) else None
+    return " ".join(["python3", *(["-m", module] if module else [script.name]), *words])
 
 
 def _output(*command: str) -> str | None:

@@ -15,15 +15,15 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-
-from replay import write_whole
-from replay_load import Load
-from report import ROOT, say, seconds_since_start
-from setups import HERE, Setup, words
-from sglang_freekv.config import GIB
 from sglang_freekv.launch.server import Server, ServerFailed, free_port
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
+
+from benchmarks.replay import write_whole
+from benchmarks.replay_load import Load
+from benchmarks.report import ROOT, say, seconds_since_start
+from benchmarks.setups import Setup, words
+from sglang_freekv.config import GIB
 
 APPLY_DEADLINE_S = 30
 
@@ -68,7 +68,7 @@ class BenchServer(Server):
         if system != "stock":
             copies = "off" if system == "copies-off" else "on"
             replay = ("--replay-control", str(self.control), "--replay-copies", copies)
-            self.program = (sys.executable, str(HERE / "replay_server.py"), *replay)
+            self.program = (sys.executable, "-m", "benchmarks.replay_server", *replay)
         extra = setup.extra_stock if system == "stock" else setup.extra_freekv
         environment = cpu_environment() if setup.device == "cpu" and system == "stock" else {}
         with mock.patch.dict(os.environ, environment):

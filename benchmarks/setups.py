@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from replay_load import Load
+from benchmarks.replay_load import Load
 
 HERE = Path(__file__).resolve().parent
 NEEDLE_MODEL = HERE / "needle" / "model"

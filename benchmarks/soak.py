@@ -22,13 +22,11 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+from sglang_freekv.launch.server import Server, ServerFailed, free_port
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "needle")]
-
-import tasks  # noqa: E402
-from report import ROOT, Report, arguments, say, table  # noqa: E402
-from setups import NEEDLE_MODEL, words  # noqa: E402
-from sglang_freekv.launch.server import Server, ServerFailed, free_port  # noqa: E402
+from benchmarks.needle import tasks
+from benchmarks.report import ROOT, Report, arguments, say, table
+from benchmarks.setups import NEEDLE_MODEL, words
 
 TASKS, NEW_TOKENS, FILLER_TOKENS = ("magic-number", "code-word", "multi-value"), 16, 48
 LONG = {"max_new_tokens": 400, "ignore_eos": True}  # for who will not wait for the end

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from report import summary
+from benchmarks.report import summary
 from sglang_freekv.config import GIB
 
 WARM_UP = 2

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernel_inputs import Inputs
+from benchmarks.kernel_inputs import Inputs
 
 
 class Trial(NamedTuple):

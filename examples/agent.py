@@ -2,14 +2,15 @@
 """Plays an agent whose conversation grows by one tool result a turn. Each turn computes only its new tokens.
 
 Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
-     python examples/agent.py [--url http://127.0.0.1:30000]
+     python -m examples.agent [--url http://127.0.0.1:30000]
 Expect: right answers. The prompt grows, but the number of computed tokens stays about the same.
 """
 
 import argparse
 
-from documents import describe, judge, question_about, write_document
 from openai import OpenAI
+
+from examples.documents import describe, judge, question_about, write_document
 
 
 def read_file(number: int, tokens: int, seed: int):

@@ -3,7 +3,7 @@
 
 Run: python -m sglang.launch_server --model-path MODEL --port 30001
      python -m sglang.launch_server --model-path MODEL --kv-retrieval freekv
-     python examples/bench_shared_prefix.py [--stock http://127.0.0.1:30001] [--freekv http://127.0.0.1:30000]
+     python -m examples.bench_shared_prefix [--stock http://127.0.0.1:30001] [--freekv http://127.0.0.1:30000]
 Expect: one line for each server. With one GPU, start one server after the other, and give `none` as the other's address.
 """
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long documents, questions about them with known answers, and the lines that the other examples print about an answer."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 
-NEEDLE = Path(__file__).resolve().parents[1] / "benchmarks" / "needle"
-MODEL = str(NEEDLE / "model")
+from benchmarks.needle.tasks import Document, Fact, make_document
 
-sys.path.append(str(NEEDLE))
-from tasks import Document, Fact, make_document  # noqa: E402
+MODEL = str(Path(__file__).resolve().parents[1] / "benchmarks" / "needle" / "model")
 
 KINDS = ("magic-number", "code-word")
 

@@ -2,15 +2,16 @@
 """Forks an SGLang program over one shared document. All questions run at once, and the document is computed once.
 
 Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
-     python examples/frontend_fork.py [--url http://127.0.0.1:30000]
+     python -m examples.frontend_fork [--url http://127.0.0.1:30000]
 Expect: a right answer from every branch. Each finds the document in the prefix cache.
 """
 
 import argparse
 
 import sglang as sgl
-from documents import describe, judge, question_about, write_document
 from transformers import AutoTokenizer
+
+from examples.documents import describe, judge, question_about, write_document
 
 
 @sgl.function

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks about several long documents in one program, without a server.
 
-Run: python examples/offline_engine.py [--model-path MODEL] [--budget TOKENS] [--host-memory GIB]
+Run: python -m examples.offline_engine [--model-path MODEL] [--budget TOKENS] [--host-memory GIB]
 Expect: right answers, and fewer pages attended to than each document has.
 """
 
 import argparse
 
 import sglang as sgl
-from documents import MODEL, describe, judge, question_about, write_document
 from transformers import AutoTokenizer
+
+from examples.documents import MODEL, describe, judge, question_about, write_document
 
 
 def main() -> None:

@@ -2,15 +2,16 @@
 """Asks two questions about one long document through the OpenAI API. The second finds the document in the prefix cache.
 
 Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
-     python examples/openai_client.py [--url http://127.0.0.1:30000]
+     python -m examples.openai_client [--url http://127.0.0.1:30000]
 Expect: two right answers. The first token of the second answer comes sooner.
 """
 
 import argparse
 import time
 
-from documents import describe, judge, question_about, write_document
 from openai import OpenAI
+
+from examples.documents import describe, judge, question_about, write_document
 
 
 def ask(client: OpenAI, model: str, message: dict) -> tuple[str, float, dict]:

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from sglang_freekv.launch.server import Server, ServerFailed, ensure_free, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDLE = ROOT / "benchmarks" / "needle"
 LOG = ROOT / ".out" / "demo.log"
 
 SEED = 0
@@ -40,8 +38,7 @@ def say(text: str) -> None:
 
 def load_prompts() -> list:
     """One prompt for each of ``QUESTIONS``, all about the same document."""
-    sys.path.insert(0, str(NEEDLE))
-    from tasks import make_document
+    from benchmarks.needle.tasks import make_document
 
     document = make_document(np.random.default_rng(SEED), LENGTH_TOKENS, tasks=QUESTIONS)
     return [document.ask(fact) for fact in document.facts[: len(QUESTIONS)]]

@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
-exec .venv/bin/python launch/demo.py "$@"
+exec .venv/bin/python -m sglang_freekv.launch.demo "$@"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -19,14 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def modules_with_kernels():
     """Names of all modules of the package and of the benchmarks that declare Triton kernels."""
-    for directory, prefix in ((ROOT / "kernels", "sglang_freekv.kernels."), (ROOT / "benchmarks", "")):
+    for directory, prefix in ((ROOT / "kernels", "sglang_freekv.kernels."), (ROOT / "benchmarks", "benchmarks.")):
         for path in sorted(directory.rglob("*.py")):
             if "@triton.jit" in path.read_text():
                 yield prefix + ".".join(path.relative_to(directory).with_suffix("").parts)
 
 
 if not torch.cuda.is_available():  # kernels declared now run under Triton's interpreter; servers are not affected
-    sys.path.append(str(ROOT / "benchmarks"))
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         for name in modules_with_kernels():
             import_module(name)

@@ -14,22 +14,18 @@ from unittest import mock
 import pytest
 import torch
 from engine import Engine
-
-from sglang_freekv import policy, retrieval
-from sglang_freekv.config import FreeKVConfig, PageBudget
-from sglang_freekv.digests import Boxes
 from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
 from sglang_freekv.memory_pool.transfer import InlineStream
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from benchmarks import replay, replay_kernels, replay_load
+from benchmarks.replay import Controls, Replay, replayed
+from benchmarks.replay_load import Load
+from sglang_freekv import policy, retrieval
+from sglang_freekv.config import FreeKVConfig, PageBudget
+from sglang_freekv.digests import Boxes
 
-import replay  # noqa: E402
-import replay_kernels  # noqa: E402
-import replay_load  # noqa: E402
-from replay import Controls, Replay, replayed  # noqa: E402
-from replay_load import Load  # noqa: E402
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 TIGHT = FreeKVConfig(budget_tokens=40, sink_tokens=4, window_tokens=4, page_size=1, tau=0.6, dense_layers=())
 
@@ -171,13 +167,13 @@ def test_draining_is_recall_to_the_list():
 )
 def test_kernel_benchmarks_run_on_a_cpu(script, options, keys, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--device", "cpu", "--out", str(tmp_path), *options])
-    assert importlib.import_module(script).main() == 0, capsys.readouterr().out
+    assert importlib.import_module(f"benchmarks.{script}").main() == 0, capsys.readouterr().out
     written = json.loads((tmp_path / f"{script}.json").read_text())
     assert set(written["results"]) >= keys and written["runs"][-1]["torch"] == torch.__version__
 
 
 def test_a_report_is_continued_and_survives_a_failure(tmp_path):
-    from report import Report
+    from benchmarks.report import Report
 
     first = Report("demo", tmp_path)
     first.add("kept", {"value": 1})
@@ -194,7 +190,7 @@ def test_a_report_is_continued_and_survives_a_failure(tmp_path):
 
 
 def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
-    from report import Report
+    from benchmarks.report import Report
 
     for value in (1, 2, 3):
         report = Report("demo", tmp_path)
@@ -210,7 +206,7 @@ def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
 def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
     import subprocess
 
-    from report import code_of
+    from benchmarks.report import code_of
 
     def git(*words: str) -> str:
         who = "-c", "user.name=x", "-c", "user.email=x"
@@ -267,7 +263,7 @@ def test_results_name_commits_of_the_history_or_of_the_list():
 
 
 def test_the_replay_emulates_the_profile_that_is_committed():
-    import profiles
+    from benchmarks import profiles
 
     profile = profiles.PROFILES[profiles.EMULATED]
     for tau, share in profiles.CORRECTED.items():
@@ -280,8 +276,8 @@ def test_the_replay_emulates_the_profile_that_is_committed():
 
 
 def test_time_per_token_is_that_of_the_common_window():
-    from bench_decode import is_steady, time_per_token
-    from servers import Stream
+    from benchmarks.bench_decode import is_steady, time_per_token
+    from benchmarks.servers import Stream
 
     early = Stream(0.0, [(time / 100, count) for count, time in enumerate(range(100), 1)])
     late = Stream(0.0, [(0.5 + time * 0.02, count) for count, time in enumerate(range(30), 1)])
@@ -293,8 +289,8 @@ def test_time_per_token_is_that_of_the_common_window():
 
 
 def test_the_committed_step_is_the_one_that_was_drawn(capsys):
-    from bench_step import _tell
-    from plot_step import LANES, lanes_of, picture
+    from benchmarks.bench_step import _tell
+    from benchmarks.plot_step import LANES, lanes_of, picture
 
     step = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "step-32k-b8.json"
     kernels = json.loads(step.read_text())["kernels"]
@@ -305,10 +301,12 @@ def test_the_committed_step_is_the_one_that_was_drawn(capsys):
 
 
 def test_checkouts_are_compared_by_the_fastest_of_their_rounds(tmp_path, monkeypatch, capsys):
-    import compare_steps
+    from benchmarks import compare_steps
 
     for name in ("old", "new"):
         (tmp_path / name / "benchmarks").mkdir(parents=True)
+        if name == "new":  # the benchmarks of older checkouts are no package
+            (tmp_path / name / "benchmarks" / "__init__.py").touch()
         (tmp_path / name / "benchmarks" / "bench_step.py").write_text(
             "import json, sys\n"
             f"ran = open({str(tmp_path / name / 'ran')!r}, 'a+')\n"
@@ -324,5 +322,9 @@ def test_checkouts_are_compared_by_the_fastest_of_their_rounds(tmp_path, monkeyp
     column = told[-4].index("32k-b8")
     assert [row[column] for row in told[-3:-1]] == ["4", "2"] and told[-1][column + 2] == "0.5"
     monkeypatch.setattr(sys, "argv", ["compare_steps.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="expected a checkout with benchmarks/bench_step.py"):
+        compare_steps.main()
+    (tmp_path / "new" / "benchmarks" / "bench_step.py").write_text("")
+    monkeypatch.setattr(sys, "argv", ["compare_steps.py", str(tmp_path / "new")])
     with pytest.raises(SystemExit, match="measured nothing"):
         compare_steps.main()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.paper import figures, goodput, plots
+from benchmarks.paper.scenarios import SCENARIOS
+from benchmarks.paper.sections import SECTIONS
+from benchmarks.paper.sections.section import Aim
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from paper import figures, goodput, plots  # noqa: E402
-from paper.scenarios import SCENARIOS  # noqa: E402
-from paper.sections import SECTIONS  # noqa: E402
-from paper.sections.section import Aim  # noqa: E402
-
-RUN = {"command": "python3 benchmarks/paper/latency.py", "device": "a device", "ceilings": {"to_device": 10.0, "device": 100.0}}
+RUN = {"command": "python3 -m benchmarks.paper.latency", "device": "a device", "ceilings": {"to_device": 10.0, "device": 100.0}}
 
 
 def moved(link: float) -> dict:
@@ -66,7 +64,7 @@ def test_a_section_has_what_was_measured(latency, tmp_path):
     assert f"| Long input {'| 1.10 (1.05) ' * 4}|" in text  # behind a window's step half of the link's 0.1 s
     assert "At batch 16 the link is busy for up to 100.00 ms of a step, and a window's step takes 1000.00 ms. Recall can hide" in text
     assert "RazorAttention" not in text
-    assert section.sources == [(latency.stem, "`python3 benchmarks/paper/latency.py`", "a device", None, None)]
+    assert section.sources == [(latency.stem, "`python3 -m benchmarks.paper.latency`", "a device", None, None)]
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert len(pictures) == 6 and all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
@@ -162,12 +160,12 @@ def test_the_page_begins_with_what_is_to_be_known(latency, tmp_path, undrawn):
     assert "is 0.50 at 8K." in told and "full attention decodes 2.00 times as long as FreeKV" in told
     assert "With prefill its answers take 1.97 times as long." in told  # 16 s of prompts beside 511 steps
     assert "Full attention takes 0.50 to 0.50 of FreeKV's time and is faster in 4 of 4 cases." in told and "same device memory" not in told
-    assert text.rindex("## Whole answers") < text.index("## Aims") < text.index("## Reproduce") < text.index("latency.py` | a device")
+    assert text.rindex("## Whole answers") < text.index("## Aims") < text.index("## Reproduce") < text.index("latency` | a device")
 
 
 def test_the_page_is_that_of_the_results(tmp_path, undrawn):
     committed, made = ROOT / "docs" / "speed.md", figures.sections(ROOT / "benchmarks" / "results", tmp_path)
     assert committed.exists() == bool(made)
     if made:
-        assert committed.read_text() == figures.page(made), "run benchmarks/paper/figures.py and commit docs"
+        assert committed.read_text() == figures.page(made), "run python -m benchmarks.paper.figures and commit docs"
     assert {path.name for path in committed.parent.glob("*.png")} == {path.name for path in tmp_path.glob("*.png")}

@@ -1,9 +1,9 @@
 """The needle model and its prompts: exact lengths, answers that are there, answers that are right."""
 
-import corpus
 import numpy as np
 import pytest
-import tasks
+
+from benchmarks.needle import corpus, tasks
 
 MODEL = corpus.HERE / "model"
 

@@ -3,11 +3,10 @@
 import re
 from collections import Counter
 
-import corpus
-import facts
 import numpy as np
 import pytest
-import tasks
+
+from benchmarks.needle import corpus, facts, tasks
 
 NUMBER = re.compile(r" The special magic number for ([a-z]+ [a-z]+) is (\d{6})\.")
 LENGTHS = (301, 1024, 4099, 16384)

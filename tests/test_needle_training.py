@@ -3,18 +3,11 @@
 import json
 import re
 
-import corpus
-import facts
 import numpy as np
 import pytest
-import tasks
+import torch
 
-torch = pytest.importorskip("torch")
-import evaluation  # noqa: E402
-import network  # noqa: E402
-import optimizers  # noqa: E402
-import train  # noqa: E402
-import training_data  # noqa: E402
+from benchmarks.needle import corpus, evaluation, facts, network, optimizers, tasks, train, training_data
 
 CORPUS = corpus.default_corpus()
 TINY = ["--device", "cpu", "--shape", "tiny", "--step-tokens", "512", "--workers", "0", "--evaluate-prompts", "2", "--evaluate", "512"]

@@ -3,17 +3,14 @@
 import functools
 import math
 import random
-import sys
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-import oracle  # noqa: E402
-from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit  # noqa: E402
 
 NEEDLE_MODEL = Path(__file__).parents[1] / "benchmarks" / "needle" / "model"
 ALWAYS, SOMETIMES, NEVER = 1.5, 0.6, -1.5  # tau

@@ -13,25 +13,23 @@ from unittest import mock
 import pytest
 import torch
 
-PAPER = Path(__file__).resolve().parent.parent / "benchmarks" / "paper"
-sys.path.insert(0, str(PAPER.parent))
+from benchmarks.paper import ablation, latency
+from benchmarks.paper.decoder import TINY, Decoder, Shape
+from benchmarks.paper.method import Work
+from benchmarks.paper.methods import METHODS
+from benchmarks.paper.methods.full import Full
+from benchmarks.paper.methods.published import recall_slices
+from benchmarks.paper.methods.rebuild import rebuild_keys, reference_rebuild
+from benchmarks.paper.parts import parts_of
+from benchmarks.paper.pools import Pools
+from benchmarks.paper.scenarios import Scenario, line
+from benchmarks.paper.step import Step, measured
+from benchmarks.report import Report
+from sglang_freekv import kernels
+from sglang_freekv.config import FreeKVConfig
 
+ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-from paper import ablation, latency  # noqa: E402
-from paper.decoder import TINY, Decoder, Shape  # noqa: E402
-from paper.method import Work  # noqa: E402
-from paper.methods import METHODS  # noqa: E402
-from paper.methods.full import Full  # noqa: E402
-from paper.methods.published import recall_slices  # noqa: E402
-from paper.methods.rebuild import rebuild_keys, reference_rebuild  # noqa: E402
-from paper.parts import parts_of  # noqa: E402
-from paper.pools import Pools  # noqa: E402
-from paper.scenarios import Scenario, line  # noqa: E402
-from paper.step import Step, measured  # noqa: E402
-from report import Report  # noqa: E402
-
-from sglang_freekv import kernels  # noqa: E402
-from sglang_freekv.config import FreeKVConfig  # noqa: E402
 
 CONFIG = FreeKVConfig(budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8)
 UNIT = 2 * TINY.head_dim * 4  # bytes of a token's keys and values of one kv head
@@ -119,7 +117,7 @@ def test_the_first_step_misses_as_often_as_those_that_follow(pools):
 
 
 def test_raas_scores_every_resident_page(pools):
-    from paper.methods.raas import EVERY
+    from benchmarks.paper.methods.raas import EVERY
 
     method = METHODS["raas"](work_of(pools))
     tokens = int(method.resident[0])
@@ -291,12 +289,12 @@ def test_cells_wait_for_the_window():
 def test_a_driver_resumes(script, only, expected, tmp_path):
     sizes = {"latency": ["--scale", "64"], "ablation": ["--contexts", "512"]}[script]
     common = ["--device", "cpu", "--batches", "1", "--budget", "64", "--page-size", "8", "--host-tokens", "2048", "--repeats", "1"]
-    command = [sys.executable, PAPER / f"{script}.py", "--shape", "tiny", *sizes, *common, "--out", tmp_path, "--only", *only]
-    first = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", f"benchmarks.paper.{script}", "--shape", "tiny", *sizes, *common, "--out", tmp_path, "--only", *only]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr[-2000:]
     results = json.loads((tmp_path / f"paper-{script}-tiny.json").read_text())["results"]
     assert sorted(results) == expected
-    again = subprocess.run(command, capture_output=True, text=True)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and " ms\n" not in again.stdout and only[-1].split("/")[-1].strip("*") in again.stdout
 
 

@@ -6,22 +6,18 @@ import json
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-PAPER = Path(__file__).resolve().parent.parent / "benchmarks" / "paper"
-sys.path.insert(0, str(PAPER.parent))
-
-from clock import LONGEST_START_S, Clock, OutOfTime  # noqa: E402
-from paper import capacity, crossover, goodput, passes  # noqa: E402
-from paper.crossover import Cell  # noqa: E402
-from paper.goodput import Ladder, Limits, Point, Questions  # noqa: E402
-from report import Report  # noqa: E402
-from servers import Stream  # noqa: E402
-from setups import Setup  # noqa: E402
+from benchmarks.clock import LONGEST_START_S, Clock, OutOfTime
+from benchmarks.paper import capacity, crossover, goodput, passes
+from benchmarks.paper.crossover import Cell
+from benchmarks.paper.goodput import Ladder, Limits, Point, Questions
+from benchmarks.report import Report
+from benchmarks.servers import Stream
+from benchmarks.setups import Setup
 
 LLAMA = Setup("llama-3.1-8b", max_running=64)
 LIMIT = 16 << 30
@@ -319,7 +315,7 @@ def test_a_rate_is_offered_for_seconds():
 
 
 def test_questions_are_about_documents_of_one_length():
-    from bench_load import SHARED, TextSetup, command_of
+    from benchmarks.bench_load import SHARED, TextSetup, command_of
 
     flags = command_of(f"{SHARED}/2", TextSetup("llama-3.1-8b"), QUESTIONS.flags(12, 512, 256))
     said = dict(zip(flags, flags[1:]))

@@ -7,9 +7,17 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from method import Budget, Method
-from methods.razor import ECHO_SHARE, INDUCTION_SHARE, RazorAttention, comparable_share, repetition_scores, retrieval_heads
-from model import OfflineModel
+
+from benchmarks.accuracy.method import Budget, Method
+from benchmarks.accuracy.methods.razor import (
+    ECHO_SHARE,
+    INDUCTION_SHARE,
+    RazorAttention,
+    comparable_share,
+    repetition_scores,
+    retrieval_heads,
+)
+from benchmarks.accuracy.model import OfflineModel
 
 PERIOD, REPEATS = 2500, 4  # the paper's
 ORDINARY = 16  # token ids below may be special

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +16,13 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from method import Budget
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in (str(HERE.parent), str(HERE.parent / "needle")) if path not in sys.path]
+from benchmarks.accuracy.method import Budget
+from benchmarks.accuracy.rows import DENSE
+from benchmarks.needle import tasks
+from benchmarks.report import Report
 
-import tasks  # noqa: E402
-from report import Report  # noqa: E402
-from rows import DENSE  # noqa: E402
-
-NEEDLE_MODEL = HERE.parent / "needle" / "model"
+NEEDLE_MODEL = Path(__file__).resolve().parents[1] / "needle" / "model"
 LENGTHS, BUDGETS = (1024, 2048, 4096, 8192, 16384), (256, 512, 1024)
 SLACK_TOKENS = 8  # an answer may be longer than the right one, by so many tokens
 EDGE_BYTES = 1 << 20

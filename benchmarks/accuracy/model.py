@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from method import Budget, Method, Prompt, Step
-from tally import Tally
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.accuracy.method import Budget, Method, Prompt, Step
+from benchmarks.accuracy.tally import Tally
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE = ("default", "linear", "llama3")  # rotations proper, whose angles do not depend on how long the context is

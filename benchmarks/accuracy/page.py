@@ -1,6 +1,6 @@
 """The tables of ``docs/accuracy.md``, from the results alone: what stands between its ``<!-- table: NAME -->`` marks.
 
-    python benchmarks/accuracy/page.py
+    python -m benchmarks.accuracy.page
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
+import numpy as np
 
-import numpy as np  # noqa: E402
-from rows import DENSE  # noqa: E402
-
-from report import ROOT, markdown  # noqa: E402
+from benchmarks.accuracy.rows import DENSE
+from benchmarks.report import ROOT, markdown
 
 PAGE, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "benchmarks" / "results"
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

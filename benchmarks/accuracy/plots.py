@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import svg
-from rows import DENSE, Rows
+
+from benchmarks.accuracy import svg
+from benchmarks.accuracy.rows import DENSE, Rows
 
 TAU = re.compile(r"^freekv(-tau-(?P<tau>\d*\.?\d+))?(?P<half> \(server\))?$")
 DEFAULT_TAU = 0.9  # of the method, and of servers

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from intervals import LEVEL, Interval, bootstrap
+
+from benchmarks.accuracy.intervals import LEVEL, Interval, bootstrap
 
 DENSE = "full"  # the method that all others are compared with
 CHANCE_RESAMPLES = 5  # beyond an interval's end, or it is not resolved

@@ -1,6 +1,6 @@
 """Accuracy of KV compression methods on the same prompts: tasks x lengths x budgets x methods, without a server.
 
-    python benchmarks/accuracy/run.py --lengths 1024 4096 --budgets 256 512 --methods full 'freekv*' quest
+    python -m benchmarks.accuracy.run --lengths 1024 4096 --budgets 256 512 --methods full 'freekv*' quest
 
 Each batch of prompts is prefilled once, densely, for all methods and budgets. A result that is there is not computed again.
 """
@@ -12,22 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
-from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
-
-import summarise  # noqa: E402
-from fitting import Fitting  # noqa: E402
-from grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score  # noqa: E402
-from method import Budget, Method  # noqa: E402
-from methods import METHODS  # noqa: E402
-from model import OfflineModel  # noqa: E402
-from tally import Tally  # noqa: E402
-
-from report import Report, arguments, chosen, say  # noqa: E402
+from benchmarks.accuracy import summarise
+from benchmarks.accuracy.fitting import Fitting
+from benchmarks.accuracy.grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score
+from benchmarks.accuracy.method import Budget, Method
+from benchmarks.accuracy.methods import METHODS
+from benchmarks.accuracy.model import OfflineModel
+from benchmarks.accuracy.tally import Tally
+from benchmarks.report import Report, arguments, chosen, say
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

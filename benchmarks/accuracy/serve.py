@@ -1,6 +1,6 @@
 """Accuracy of real servers on the prompts of ``run.py``: stock SGLang, and KV retrieval by every method it has, at several thresholds.
 
-    python benchmarks/accuracy/serve.py --device cuda --lengths 1024 4096 --budgets 256 512 --taus 0.7 0.8
+    python -m benchmarks.accuracy.serve --device cuda --lengths 1024 4096 --budgets 256 512 --taus 0.7 0.8
 
 One server after the other. Its results are told from those of ``run.py``, of the same --name, by their half.
 """
@@ -18,18 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
+from sglang_freekv.launch.server import Server, free_port
+from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
-import summarise  # noqa: E402
-from grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score  # noqa: E402
-from method import Budget  # noqa: E402
-
-from report import ROOT, Report, arguments, chosen, say  # noqa: E402
-from setups import words  # noqa: E402
-from sglang_freekv.launch.server import Server, free_port  # noqa: E402
-from sglang_freekv.policy import POLICIES  # noqa: E402
-from sglang_freekv.scheduler_patch.cpu import cpu_environment  # noqa: E402
+from benchmarks.accuracy import summarise
+from benchmarks.accuracy.grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score
+from benchmarks.accuracy.method import Budget
+from benchmarks.report import ROOT, Report, arguments, chosen, say
+from benchmarks.setups import words
+from sglang_freekv.policy import POLICIES
 
 NEVER = -2.0  # below every cosine
 TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default

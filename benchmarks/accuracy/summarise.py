@@ -1,6 +1,6 @@
 """Tables and pictures of NAME-offline.json and NAME-server.json, and whether a method is better than is possible.
 
-    python benchmarks/accuracy/summarise.py --out benchmarks/results --name accuracy
+    python -m benchmarks.accuracy.summarise --out benchmarks/results --name accuracy
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in map(str, (HERE, HERE.parent)) if path not in sys.path]
-
-from plots import pictures  # noqa: E402
-from rows import Comparison, Rows  # noqa: E402
-from tables import markdown  # noqa: E402
+from benchmarks.accuracy.plots import pictures
+from benchmarks.accuracy.rows import Comparison, Rows
+from benchmarks.accuracy.tables import markdown
 
 MEASURED = ("model", "dtype", "prompts", "seed", "dense_layers")
 FACTS = ("device", "torch", "sglang", "commit")
@@ -71,7 +68,7 @@ def told(fault: Comparison) -> str:
 def main() -> int:
     """Exit status: 1 if there are harness faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE.parent / "results", help="directory of the results, and of what is written")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results", help="directory of the results, and of what is written")
     parser.add_argument("--name", default="accuracy")
     options = parser.parse_args()
     found = write(options.out, options.name)

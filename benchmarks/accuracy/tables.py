@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from intervals import Interval, bootstrap
-from rows import DENSE, Row, Rows
 
-from report import markdown as table
+from benchmarks.accuracy.intervals import Interval, bootstrap
+from benchmarks.accuracy.rows import DENSE, Row, Rows
+from benchmarks.report import markdown as table
 
 TRACED = {"attended": "tokens attended", "fetched": "tokens fetched", "corrected": "heads corrected", "similarity": "query similarity"}
 

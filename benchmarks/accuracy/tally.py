@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from method import Prompt, Trace
+
+from benchmarks.accuracy.method import Prompt, Trace
 
 FIELDS = ("attended", "fetched", "corrected", "similarity")
 DIGITS = 5

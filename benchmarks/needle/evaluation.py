@@ -2,10 +2,11 @@
 
 import numpy as np
 import torch
-from corpus import Corpus
-from facts import LONG_TASKS, TASKS
-from network import Network
-from tasks import DEFAULT_NEEDLES, answer_turn, hide_sentences, make_facts, question_turn
+
+from benchmarks.needle.corpus import Corpus
+from benchmarks.needle.facts import LONG_TASKS, TASKS
+from benchmarks.needle.network import Network
+from benchmarks.needle.tasks import DEFAULT_NEEDLES, answer_turn, hide_sentences, make_facts, question_turn
 
 STEP_TOKENS = 131072
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-from corpus import Corpus, Tokens
+
+from benchmarks.needle.corpus import Corpus, Tokens
 
 VARIABLE_TASKS = ("variable-1", "variable-2", "variable-3", "variable-4")
 LONG_TASKS = ("long-copy", "running-state")

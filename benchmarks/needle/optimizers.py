@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 import torch
-from network import Network
+
+from benchmarks.needle.network import Network
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration that torch.optim.Muon uses
 ITERATIONS = 5

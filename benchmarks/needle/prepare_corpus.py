@@ -3,7 +3,7 @@
 The shipped sentences are the documentation strings of CPython 3.11, encoded with the shipped
 tokenizer:
 
-    python prepare_corpus.py --model model --data data
+    python -m benchmarks.needle.prepare_corpus --model model --data data
 
 A new tokenizer is trained when the model directory has none.
 """

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from corpus import ASSISTANT, BOS, EOS, USER, Corpus, Tokens, default_corpus
-from facts import LONG_TASKS, SHORT_TASKS, TASKS, VARIABLE_TASKS, Fact, make_facts
+
+from benchmarks.needle.corpus import ASSISTANT, BOS, EOS, USER, Corpus, Tokens, default_corpus
+from benchmarks.needle.facts import LONG_TASKS, SHORT_TASKS, TASKS, VARIABLE_TASKS, Fact, make_facts
 
 __all__ = ["LONG_TASKS", "SHORT_TASKS", "TASKS", "VARIABLE_TASKS", "Document", "Fact", "Prompt", "make_document", "make_prompt"]
 

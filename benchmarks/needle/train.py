@@ -1,11 +1,11 @@
 """Train the needle model: a small Llama on ever longer documents.
 
-    python train.py --output new_model --seconds 540 --total-seconds 1080
+    python -m benchmarks.needle.train --output new_model --seconds 540 --total-seconds 1080
 
 Each such call continues where the last one stopped, until the total is reached. The model is exported
 and evaluated after every call. A short run to see that everything works:
 
-    python train.py --output new_model --device cpu --shape tiny --seconds 20 --plan 256:0.5,512:0.5 \
+    python -m benchmarks.needle.train --output new_model --device cpu --shape tiny --seconds 20 --plan 256:0.5,512:0.5 \
         --step-tokens 2048 --workers 0 --evaluate 512 --evaluate-prompts 4
 """
 
@@ -18,15 +18,16 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from corpus import HERE, Corpus
-from evaluation import evaluate
-from facts import TASKS
-from network import SHAPES, Network, export, load_weights
-from optimizers import make_optimizers
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
-from training_data import PROSE, Batch, Batches
+
+from benchmarks.needle.corpus import HERE, Corpus
+from benchmarks.needle.evaluation import evaluate
+from benchmarks.needle.facts import TASKS
+from benchmarks.needle.network import SHAPES, Network, export, load_weights
+from benchmarks.needle.optimizers import make_optimizers
+from benchmarks.needle.training_data import PROSE, Batch, Batches
 
 DEFAULT_PLAN = "512:0.14,1024:0.1,2048:0.14,4096:0.16,8192:0.16,4096+8192+16384:0.3"
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from corpus import Corpus
-from facts import TASKS, Fact, FactWriter, ask_together
-from tasks import answer_turn, hide_sentences, question_turn
 from torch.utils.data import IterableDataset, get_worker_info
+
+from benchmarks.needle.corpus import Corpus
+from benchmarks.needle.facts import TASKS, Fact, FactWriter, ask_together
+from benchmarks.needle.tasks import answer_turn, hide_sentences, question_turn
 
 RECIPES = {  # share of the documents that are about many small facts, one crowd of keys or one bulky fact
     "mixed": 0.38,

@@ -1,6 +1,6 @@
 """Figure 8 of the FreeKV paper: what each part of the system saves: alone, stacked one on the other, and taken away from the whole.
 
-    python benchmarks/paper/ablation.py --shape llama-3.1-8b --batches 1 4 8
+    python -m benchmarks.paper.ablation --shape llama-3.1-8b --batches 1 4 8
 
 The first four are the paper's, on a copy engine, launched kernel by kernel; the others are this project's.
 """
@@ -10,27 +10,24 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, product
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
+import torch
+from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 
-import torch  # noqa: E402
-
-from paper.decoder import TINY, Decoder, Shape  # noqa: E402
-from paper.method import Method, Work  # noqa: E402
-from paper.methods.engine import Engine  # noqa: E402
-from paper.parts import bound_of  # noqa: E402
-from paper.pools import Pools  # noqa: E402
-from paper.settings import add_settings, is_there, settings_of  # noqa: E402
-from paper.step import measured  # noqa: E402
-from clock import Clock  # noqa: E402
-from profiles import CORRECTED, MISSED  # noqa: E402
-from report import Report, arguments, chosen, say, table  # noqa: E402
-from sglang_freekv import kernels  # noqa: E402
-from sglang_freekv.config import FreeKVConfig  # noqa: E402
-from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall  # noqa: E402
-from timing import Ceilings  # noqa: E402
+from benchmarks.clock import Clock
+from benchmarks.paper.decoder import TINY, Decoder, Shape
+from benchmarks.paper.method import Method, Work
+from benchmarks.paper.methods.engine import Engine
+from benchmarks.paper.parts import bound_of
+from benchmarks.paper.pools import Pools
+from benchmarks.paper.settings import add_settings, is_there, settings_of
+from benchmarks.paper.step import measured
+from benchmarks.profiles import CORRECTED, MISSED
+from benchmarks.report import Report, arguments, chosen, say, table
+from benchmarks.timing import Ceilings
+from sglang_freekv import kernels
+from sglang_freekv.config import FreeKVConfig
 
 
 @dataclass(frozen=True)

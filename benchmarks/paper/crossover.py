@@ -1,8 +1,8 @@
 """Where FreeKV begins to pay, server against server: time per token, time to the first token and throughput by context and batch.
 
-    python benchmarks/paper/crossover.py --shape llama-3.1-8b                       # four servers, one after the other
-    python benchmarks/paper/crossover.py --only 'freekv*/128k/*'                    # what is there already is not measured again
-    python benchmarks/paper/crossover.py --tables                                   # from the JSON alone
+    python -m benchmarks.paper.crossover --shape llama-3.1-8b                       # four servers, one after the other
+    python -m benchmarks.paper.crossover --only 'freekv*/128k/*'                    # what is there already is not measured again
+    python -m benchmarks.paper.crossover --tables                                   # from the JSON alone
 
 ``stock`` and ``freekv`` take what device memory they want; of the ``-same-kv`` two, all pools of KV on the device fit ``--device-kv``.
 """
@@ -18,20 +18,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
-
-import bench_prefill  # noqa: E402
-from bench_decode import SETTLE_TOKENS, achieved, prompts_of  # noqa: E402
-from bench_load import CORRECTED, MISSED  # noqa: E402
-from bench_serving_pair import DRY_RUN  # noqa: E402
-from clock import Clock  # noqa: E402
-from paper.capacity import System, bytes_of, device_kv_bytes, expect_within, systems_of  # noqa: E402
-from paper.passes import figures_of, prefix_of  # noqa: E402
-from report import Report, arguments, chosen, table  # noqa: E402
-from servers import BenchServer, keep_log, running  # noqa: E402
-from setups import SHAPES, Setup  # noqa: E402
-from sglang_freekv.config import GIB  # noqa: E402
-from timing import Ceilings  # noqa: E402
+from benchmarks import bench_prefill
+from benchmarks.bench_decode import SETTLE_TOKENS, achieved, prompts_of
+from benchmarks.bench_load import CORRECTED, MISSED
+from benchmarks.bench_serving_pair import DRY_RUN
+from benchmarks.clock import Clock
+from benchmarks.paper.capacity import System, bytes_of, device_kv_bytes, expect_within, systems_of
+from benchmarks.paper.passes import figures_of, prefix_of
+from benchmarks.report import Report, arguments, chosen, table
+from benchmarks.servers import BenchServer, keep_log, running
+from benchmarks.setups import SHAPES, Setup
+from benchmarks.timing import Ceilings
+from sglang_freekv.config import GIB
 
 PAIRS = {"production": ("freekv", "stock"), "same KV bytes on the device": ("freekv-same-kv", "stock-same-kv")}
 FULL = {"contexts": (8192, 32768, 131072), "batches": (64, 16, 4, 1), "tokens": 256, "interval": 8, "device_kv": 16.0}

@@ -1,6 +1,6 @@
 """The page of all figures, tables and pictures, from the results alone.
 
-    python benchmarks/paper/figures.py
+    python -m benchmarks.paper.figures
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
-
-from paper import texts  # noqa: E402
-from paper.sections import SECTIONS, Section  # noqa: E402
-from paper.takeaways import takeaways  # noqa: E402
-from report import ROOT, markdown  # noqa: E402
-from setups import SHAPES  # noqa: E402
+from benchmarks.paper import texts
+from benchmarks.paper.sections import SECTIONS, Section
+from benchmarks.paper.takeaways import takeaways
+from benchmarks.report import ROOT, markdown
+from benchmarks.setups import SHAPES
 
 
 def sections(results: Path, directory: Path) -> list[Section]:

@@ -1,8 +1,8 @@
 """Goodput: of the requests offered a second those whose first token comes within 2 s, and the others 50 ms apart in the mean.
 
-    python benchmarks/paper/goodput.py --shape llama-3.1-8b
-    python benchmarks/paper/goodput.py --device cpu --out DIRECTORY                 # a trial; its times mean nothing
-    python benchmarks/paper/goodput.py --tables                                     # from the JSON alone
+    python -m benchmarks.paper.goodput --shape llama-3.1-8b
+    python -m benchmarks.paper.goodput --device cpu --out DIRECTORY                 # a trial; its times mean nothing
+    python -m benchmarks.paper.goodput --tables                                     # from the JSON alone
 
 Requests of ``sglang.bench_serving`` ask about a few long documents. Each rate begins with all documents in the prefix tree and no question
 there; what a document costs that is not there is told apart, as ``cold_ttfts_s``. Rates rise until a server is saturated.
@@ -18,16 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
-
-from bench_decode import missed_of  # noqa: E402
-from bench_load import CORRECTED, DETAILS, MISSED, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on  # noqa: E402
-from clock import Clock  # noqa: E402
-from paper.capacity import request_bytes  # noqa: E402
-from report import Report, arguments, chosen, say, table  # noqa: E402
-from servers import BenchServer, keep_log, running  # noqa: E402
-from setups import SHAPES, Setup  # noqa: E402
-from timing import Ceilings  # noqa: E402
+from benchmarks.bench_decode import missed_of
+from benchmarks.bench_load import CORRECTED, DETAILS, MISSED, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on
+from benchmarks.clock import Clock
+from benchmarks.paper.capacity import request_bytes
+from benchmarks.report import Report, arguments, chosen, say, table
+from benchmarks.servers import BenchServer, keep_log, running
+from benchmarks.setups import SHAPES, Setup
+from benchmarks.timing import Ceilings
 
 RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)  # requests per second; SGLang's tokenizer takes some 80 ms for a document's prompt
 ENOUGH = 0.9  # of the requests of a rate, within limits

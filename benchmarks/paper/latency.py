@@ -1,8 +1,8 @@
 """Figure 7 of the FreeKV and LouisKV papers: how long whole answers take, method by method, in one engine on one machine.
 
-    python benchmarks/paper/latency.py --shape llama-3.1-8b                                # all scenarios, batches and methods
-    python benchmarks/paper/latency.py --shape qwen2.5-7b --only 'long-generation/*/freekv/*'
-    python benchmarks/paper/latency.py --tables                                            # from the JSON alone
+    python -m benchmarks.paper.latency --shape llama-3.1-8b                                # all scenarios, batches and methods
+    python -m benchmarks.paper.latency --shape qwen2.5-7b --only 'long-generation/*/freekv/*'
+    python -m benchmarks.paper.latency --tables                                            # from the JSON alone
 
 Steps are timed at a few lengths of context and joined by straight lines; an answer's decoding is the sum over its steps.
 """
@@ -15,25 +15,22 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [path for path in (str(Path(__file__).resolve().parent.parent),) if path not in sys.path]
+import torch
 
-import torch  # noqa: E402
-
-from paper.decoder import TINY, Decoder, Shape  # noqa: E402
-from paper.method import Work  # noqa: E402
-from paper.methods import METHODS  # noqa: E402
-from paper.parts import Parts, parts_of  # noqa: E402
-from paper.pools import Pools  # noqa: E402
-from paper.scenarios import BATCHES, SCENARIOS  # noqa: E402
-from paper.settings import add_settings, is_there, settings_of  # noqa: E402
-from paper.step import measured  # noqa: E402
-from clock import Clock  # noqa: E402
-from report import Report, arguments, chosen, say, summary, table  # noqa: E402
-from sglang_freekv.config import FreeKVConfig  # noqa: E402
-from timing import Ceilings, time_calls, time_events  # noqa: E402
+from benchmarks.clock import Clock
+from benchmarks.paper.decoder import TINY, Decoder, Shape
+from benchmarks.paper.method import Work
+from benchmarks.paper.methods import METHODS
+from benchmarks.paper.parts import Parts, parts_of
+from benchmarks.paper.pools import Pools
+from benchmarks.paper.scenarios import BATCHES, SCENARIOS
+from benchmarks.paper.settings import add_settings, is_there, settings_of
+from benchmarks.paper.step import measured
+from benchmarks.report import Report, arguments, chosen, say, summary, table
+from benchmarks.timing import Ceilings, time_calls, time_events
+from sglang_freekv.config import FreeKVConfig
 
 PREFILL = "prefill"
 BY_HOST = "arkvale-copies", "infinigen-copies"  # the longest to measure, so last, and what others run on the host is over by then

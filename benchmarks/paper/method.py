@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from paper.pools import Pools, Requests
-
-from sglang_freekv import kernels
 from sglang_freekv.kernels import Misses
+
+from benchmarks.paper.pools import Pools, Requests
+from sglang_freekv import kernels
 from sglang_freekv.retrieval import Recall
 
 GROWTH = 256  # tokens that a context may grow by while its steps are timed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from bench_decode import SETTLE_TOKENS, time_per_token
-from report import summary
-from servers import Stream
+from benchmarks.bench_decode import SETTLE_TOKENS, time_per_token
+from benchmarks.report import summary
+from benchmarks.servers import Stream
 
 
 def together(streams: list[Stream]) -> list[list[Stream]]:

@@ -10,8 +10,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib import pyplot
+from matplotlib.patches import Patch
 
 OURS, OTHERS = "#d9480f", "#9aa0a6"
 SHADES = {True: ("#d9480f", "#f08c5a", "#f7c4a8"), False: ("#80868b", "#b0b5ba", "#d8dbde")}  # of parts, by whether a bar is ours

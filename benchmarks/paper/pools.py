@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
-from paper.decoder import Shape
-
-from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.digests import digests_of
 from sglang_freekv.memory_pool.device_cache import LayerCache
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import make_stream
+
+from benchmarks.paper.decoder import Shape
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.digests import digests_of
 
 
 class Pools:

@@ -1,7 +1,7 @@
 """All figures: each driver on a GPU to itself, one after the other, until nothing is left or the time is over.
 
-    python benchmarks/paper/run.py --gpus 0 1 --minutes 55
-    python benchmarks/paper/run.py --only 'latency-*'
+    python -m benchmarks.paper.run --gpus 0 1 --minutes 55
+    python -m benchmarks.paper.run --only 'latency-*'
 
 What is measured already is not measured again, so that the same command goes on where one ended. Then make the page: figures.py.
 """
@@ -20,14 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [path for path in (str(HERE.parent),) if path not in sys.path]
+import psutil
+import torch
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-from clock import Clock, OutOfTime  # noqa: E402
-from report import arguments, chosen, say  # noqa: E402
+from benchmarks.clock import Clock, OutOfTime
+from benchmarks.report import ROOT, arguments, chosen, say
 
 LEAST_S, GRACE_S = 90, 120  # that a job is begun with, and that it may take beyond its time to stop servers and write
 POLL_S = 0.2
@@ -47,7 +44,7 @@ class Job:
 
     def command(self, out: Path, minutes: float) -> list[str]:
         words = ("--shape", self.shape, "--minutes", f"{minutes:.1f}", "--out", str(out))
-        return [sys.executable, str(HERE / f"{self.figure}.py"), *words]
+        return [sys.executable, "-m", f"benchmarks.paper.{self.figure}", *words]
 
 
 LLAMA = "llama-3.1-8b"
@@ -107,7 +104,7 @@ class Lanes:
         say(f"{job.name} on GPU {gpu}: {' '.join(command[1:])}")
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
         with log.open("w") as output:  # a session of its own: what is typed at a terminal reaches it through us alone
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
         late = time.monotonic() + seconds + GRACE_S
         while process.poll() is None and not self._stopped.is_set() and time.monotonic() < late:
             self._stopped.wait(POLL_S)
@@ -169,7 +166,7 @@ def main() -> int:
     failures = Lanes(jobs, options.out, Clock(options.minutes)).run(options.gpus)
     for failure in failures:
         print(f"FAILED {failure}")
-    print(f"results: {options.out}; the page: python benchmarks/paper/figures.py", flush=True)
+    print(f"results: {options.out}; the page: python -m benchmarks.paper.figures", flush=True)
     return 1 if failures else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from profiles import CORRECTED, MISSED_BY_CONTEXT
+from benchmarks.profiles import CORRECTED, MISSED_BY_CONTEXT
 
 BATCHES = (1, 4, 8, 16)
 

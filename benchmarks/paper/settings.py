@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from setups import SHAPES
+from benchmarks.setups import SHAPES
 
 IDENTITY = ("budget", "page_size", "host_tokens", "scale", "repeats", "corrected", "missed")  # of a result: with others it is another
 MOST_REPEATS = 200  # contexts grow by a token each, and have room for these

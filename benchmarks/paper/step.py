@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from paper.decoder import Decoder
-from paper.method import Method, Traffic, Work
-from report import summary
+from benchmarks.paper.decoder import Decoder
+from benchmarks.paper.method import Method, Traffic, Work
+from benchmarks.report import summary
 
 WARM_UP, LEAST = 10, 5  # steps of a graph: before those that are timed, and that are timed at least
 LIMIT_S = 0.5  # of timing; the authors' recalls take seconds a step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paper.latency import Answer
-from paper.sections import Section
-from paper.sections.names import METHODS
+from benchmarks.paper.latency import Answer
+from benchmarks.paper.sections import Section
+from benchmarks.paper.sections.names import METHODS
 
 
 def takeaways(sections: list[Section]) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from profiles import EMULATED, MISSED, PROFILES
-
-from report import markdown
+from benchmarks.profiles import EMULATED, MISSED, PROFILES
+from benchmarks.report import markdown
 
 HEAD = """# Speed
 

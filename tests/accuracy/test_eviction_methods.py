@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks/accuracy"))
-
-from method import Budget, Prompt, Step  # noqa: E402
-from methods import gather  # noqa: E402
-from methods.full import Full  # noqa: E402
-from methods.h2o import H2O, heaviness  # noqa: E402
-from methods.raas import RaaS  # noqa: E402
-from methods.razor import RazorAttention, comparable_share, repetition_scores, retrieval_heads  # noqa: E402
-from methods.snapkv import SnapKV  # noqa: E402
-from methods.streaming_llm import StreamingLLM  # noqa: E402
+from benchmarks.accuracy.method import Budget, Prompt, Step
+from benchmarks.accuracy.methods import gather
+from benchmarks.accuracy.methods.full import Full
+from benchmarks.accuracy.methods.h2o import H2O, heaviness
+from benchmarks.accuracy.methods.raas import RaaS
+from benchmarks.accuracy.methods.razor import RazorAttention, comparable_share, repetition_scores, retrieval_heads
+from benchmarks.accuracy.methods.snapkv import SnapKV
+from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, GROUP, DIM, STEPS, LAYERS = 2, 2, 3, 16, 40, 3

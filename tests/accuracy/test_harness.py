@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tasks
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS / "accuracy"))
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
+from benchmarks.accuracy.model import OfflineModel
+from benchmarks.accuracy.tally import Tally
+from benchmarks.needle import tasks
 
-from method import Budget, Prompt, Step, Trace  # noqa: E402
-from model import OfflineModel  # noqa: E402
-from tally import Tally  # noqa: E402
-
-NEEDLE_MODEL = BENCHMARKS / "needle" / "model"
+NEEDLE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "needle" / "model"
 BUDGET, LAYERS, PROMPT, NEW = Budget(24, sink=4, window=16, page=4), 3, 61, 12
 FAMILIES = {  # model type, query heads, kv heads, head_dim, more
     "llama": ("llama", 4, 2, 16, {}),

@@ -12,20 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy"))
-
-import fitting  # noqa: E402
-import grid  # noqa: E402
-import page  # noqa: E402
-import run  # noqa: E402
-import summarise  # noqa: E402
-from intervals import bootstrap  # noqa: E402
-from method import Budget  # noqa: E402
-from methods.full import Full  # noqa: E402
-from methods.razor import RazorAttention, comparable_share  # noqa: E402
-from methods.streaming_llm import StreamingLLM  # noqa: E402
-from model import OfflineModel  # noqa: E402
-from rows import Row, Rows  # noqa: E402
+from benchmarks.accuracy import fitting, grid, page, run, summarise
+from benchmarks.accuracy.intervals import bootstrap
+from benchmarks.accuracy.method import Budget
+from benchmarks.accuracy.methods.full import Full
+from benchmarks.accuracy.methods.razor import RazorAttention, comparable_share
+from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
+from benchmarks.accuracy.model import OfflineModel
+from benchmarks.accuracy.rows import Row, Rows
 
 PROMPTS = 40
 
@@ -233,7 +227,7 @@ def test_a_method_that_is_too_good_fails_the_summary(tmp_path, monkeypatch, caps
 
 def test_the_page_has_the_tables_of_the_results():
     text = page.PAGE.read_text()
-    assert page.filled(text) == text, "run benchmarks/accuracy/page.py and commit docs"
+    assert page.filled(text) == text, "run python -m benchmarks.accuracy.page and commit docs"
     with pytest.raises(ValueError, match="tables tau: expected each of TABLES once"):
         page.filled(text.replace("<!-- table: tau -->", ""))
 

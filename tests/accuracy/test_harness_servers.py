@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy"))
-
-import grid  # noqa: E402
-import run  # noqa: E402
-import serve  # noqa: E402
-from methods.full import Full  # noqa: E402
-
-from sglang_freekv.options import NAMES, Options, config_from  # noqa: E402
-from sglang_freekv.policy import POLICIES  # noqa: E402
+from benchmarks.accuracy import grid, run, serve
+from benchmarks.accuracy.methods.full import Full
+from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.policy import POLICIES
 
 ASKED = ["--tasks", "magic-number", "code-word", "--lengths", "360", "--budgets", "160", "192", "--prompts", "3"]
 COUNTS = {"context_pages": 12, "attended_pages": 5, "selected_units": 40, "recalled_units": 10, "corrections": 8, "decode_steps": 2}

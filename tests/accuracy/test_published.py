@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import threading
@@ -10,21 +9,16 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
+
+from benchmarks.accuracy.published import run as driver
+from benchmarks.accuracy.published.evaluators import EVALUATORS
+from benchmarks.accuracy.published.presets import PRESETS
+from benchmarks.accuracy.published.system import name_of
 from sglang_freekv.counts import RetrievalCounts
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ROOT / "benchmarks" / "accuracy" / "published"
-with mock.patch.object(sys, "path", [str(PUBLISHED), str(ROOT / "benchmarks"), *sys.path]):  # other directories have a run.py, too
-    from evaluators import EVALUATORS
-    from presets import PRESETS
-    from system import name_of
-
-    spec = importlib.util.spec_from_file_location("published_run", PUBLISHED / "run.py")
-    driver = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(driver)
 
 BUILT = {"method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9, "digest": "min-max"}
 BUILT |= {"page_size": 32, "pooling": "softmax-mean", "dense_layers": [0]}
@@ -131,7 +125,7 @@ def lm_eval(tmp_path, monkeypatch):
 @pytest.fixture
 def drive(tmp_path, capfd, monkeypatch):
     """``drive(server, benchmark, *words)``: exit status, what was printed, and the results' file."""
-    monkeypatch.setattr("report._output", lambda *command: None)  # of git and the driver, which take their time
+    monkeypatch.setattr("benchmarks.report._output", lambda *command: None)  # of git and the driver, which take their time
 
     def run(url: str, benchmark: str, *words: object) -> SimpleNamespace:
         common = ["--benchmark", benchmark, "--url", url, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
@@ -236,7 +230,7 @@ def test_scores_and_what_retrieval_did(drive, problems, serve, lm_eval):
     assert result["retrieval"] == dict.fromkeys(server.totals, 20) | {"selected_units": 40}  # two answers, two schedulers
     assert result["preset"]["sampling"]["samples"] == 8 and result["server"]["freekv"] == BUILT and result["warnings"] == []
     assert "-m lm_eval --model local-chat-completions" in result["command"]
-    assert done.report["runs"][0]["command"].startswith("python3 benchmarks/accuracy/published/run.py --benchmark math500 ")
+    assert done.report["runs"][0]["command"].startswith("python3 -m benchmarks.accuracy.published.run --benchmark math500 ")
     assert next(line for line in done.out.splitlines() if line.startswith(key)).split() == [key, "100", "50", "75", "0.5", "20"]
     assert list(more.report["results"]) == [key, *(f"tiny/freekv-2048-512-512-0.9-min-max/first{limit}" for limit in (1, 500))]
     assert again.out.count("answered yes") == 1 and more.out.count("answered yes") == 2

@@ -10,18 +10,16 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
+from benchmarks.accuracy.published.evaluators import EVALUATORS, EvaluatorFailed, Run
+from benchmarks.accuracy.published.presets import PRESETS
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.options import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "accuracy" / "published"
-with mock.patch.object(sys, "path", [str(PUBLISHED), *sys.path]):  # other directories have a run.py, too
-    from evaluators import EVALUATORS, EvaluatorFailed, Run
-    from presets import PRESETS
 
 GOLDEN = {
     "ruler": "-P -m lm_eval --model local-completions --model_args model=M,base_url=U/v1/completions,num_concurrent=16,timeout=7200,"
@@ -29,7 +27,7 @@ GOLDEN = {
     "--metadata '{\"max_seq_lengths\": [4096]}'",
     "longbench_v2": "-P -m sglang.test.run_eval --eval-name longbench_v2 --base-url U --model M --dataset-path R --max-tokens 128 "
     "--temperature 0.0 --top-p 1.0 --num-threads 16",
-    "longgenbench": "published/longgenbench.py --url U --model M --data R --concurrency 16 --max-tokens 16000 --temperature 0.95 "
+    "longgenbench": "-m benchmarks.accuracy.published.longgenbench --url U --model M --data R --concurrency 16 --max-tokens 16000 --temperature 0.95 "
     "--top-p 0.95 --out D",
 } | dict.fromkeys(
     ("math500", "aime24", "gpqa_diamond"),

@@ -8,19 +8,13 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import pytest
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy" / "published"
-with mock.patch.object(sys, "path", [str(PUBLISHED), str(PUBLISHED / "tasks"), *sys.path]):  # other directories have a run.py, too
-    import boxed_answer
-    import longbench_v2
-    import longgenbench
-    import records
-    import ruler_files
-    from presets import PRESETS
-    from records import RecordError
+from benchmarks.accuracy.published import longbench_v2, longgenbench, records, ruler_files
+from benchmarks.accuracy.published.presets import PRESETS
+from benchmarks.accuracy.published.records import RecordError
+from benchmarks.accuracy.published.tasks import boxed_answer
 
 LONGBENCH = {
     "_id": "66f", "domain": "Single-Document QA", "sub_domain": "Legal", "difficulty": "hard", "length": "short",

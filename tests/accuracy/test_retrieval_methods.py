@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks/accuracy"))
-
-import oracle  # noqa: E402
-from method import Budget, Prompt, Step  # noqa: E402
-from methods import METHODS, clusters, pages  # noqa: E402
-from methods.arkvale import ArkVale  # noqa: E402
-from methods.clusterkv import ClusterKV  # noqa: E402
-from methods.freekv import FreeKV  # noqa: E402
-from methods.infinigen import InfiniGen  # noqa: E402
-from methods.louiskv import LouisKV  # noqa: E402
-from methods.quest import Quest  # noqa: E402
-from methods.shadowkv import ShadowKV  # noqa: E402
+from benchmarks.accuracy.method import Budget, Prompt, Step
+from benchmarks.accuracy.methods import METHODS, clusters, pages
+from benchmarks.accuracy.methods.arkvale import ArkVale
+from benchmarks.accuracy.methods.clusterkv import ClusterKV
+from benchmarks.accuracy.methods.freekv import FreeKV
+from benchmarks.accuracy.methods.infinigen import InfiniGen
+from benchmarks.accuracy.methods.louiskv import LouisKV
+from benchmarks.accuracy.methods.quest import Quest
+from benchmarks.accuracy.methods.shadowkv import ShadowKV
 
 BATCH, HEADS, GROUP, DIM, STEPS = 2, 2, 3, 16, 40
 SCALE = DIM**-0.5

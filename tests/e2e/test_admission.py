@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import tasks
 from serving import TestServer, freekv, wait_until
+
+from benchmarks.needle import tasks
 
 pytestmark = pytest.mark.two_servers
 

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tasks
+
+from benchmarks.needle import tasks
 
 NEW_TOKENS = 16
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = 32
 
 
 def start(name: str, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=EXAMPLES.parent,
+        [sys.executable, "-m", f"examples.{name}", *arguments],
+        cwd=ROOT,
         env=os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -61,14 +61,14 @@ def assert_all_right(printed: str, answers: int) -> None:
 @pytest.fixture(scope="module")
 def engine():
     """The offline example, which starts while the others run."""
-    process = start("offline_engine.py", "--documents", "2", "--tokens", "1500", "--host-memory", "0.5")
+    process = start("offline_engine", "--documents", "2", "--tokens", "1500", "--host-memory", "0.5")
     yield process
     end(process)
 
 
 def test_an_agents_turns_compute_their_new_tokens_alone(engine, fleet):
     fleet.small.flush()
-    printed = run("agent.py", "--url", fleet.small.url, "--turns", "4", "--tokens", "600")
+    printed = run("agent", "--url", fleet.small.url, "--turns", "4", "--tokens", "600")
     assert_all_right(printed, 4)
     prompts, cached = zip(*numbers(r"prompt (\d+) tokens, cached (\d+)", printed))
     assert cached[0] == 0
@@ -78,14 +78,14 @@ def test_an_agents_turns_compute_their_new_tokens_alone(engine, fleet):
 
 def test_the_branches_of_a_fork_find_the_document_cached(fleet):
     fleet.small.flush()
-    printed = run("frontend_fork.py", "--url", fleet.small.url, "--questions", "3", "--tokens", "1500")
+    printed = run("frontend_fork", "--url", fleet.small.url, "--questions", "3", "--tokens", "1500")
     assert_all_right(printed, 3)
     assert [cached for _, cached in numbers(r"prompt (\d+) tokens, cached (\d+)", printed)] == [1500 // PAGE * PAGE] * 3
 
 
 def test_a_second_question_finds_the_document_cached(fleet):
     fleet.small.flush()
-    printed = run("openai_client.py", "--url", fleet.small.url, "--tokens", "2500")
+    printed = run("openai_client", "--url", fleet.small.url, "--tokens", "2500")
     assert_all_right(printed, 2)
     assert [cached for _, cached in numbers(r"prompt (\d+) tokens, cached (\d+)", printed)] == [0, 2500 // PAGE * PAGE]
     cold, hit = map(float, re.findall(r"first token after ([\d.]+) s", printed))
@@ -94,7 +94,7 @@ def test_a_second_question_finds_the_document_cached(fleet):
 
 def test_both_servers_answer_the_same_load(fleet):
     load = ("--prefixes", "2", "--questions", "2", "--prefix-tokens", "256", "--answer-tokens", "8")
-    printed = run("bench_shared_prefix.py", "--stock", fleet.stock.url, "--freekv", fleet.small.url, *load)
+    printed = run("bench_shared_prefix", "--stock", fleet.stock.url, "--freekv", fleet.small.url, *load)
     lines = re.findall(r"^(stock|freekv) +(\d+) answers, (\d+) tokens, .* [\d.]+ ms, \d+ tokens/s$", printed, re.MULTILINE)
     assert lines == [("stock", "4", "32"), ("freekv", "4", "32")]
 

@@ -19,9 +19,9 @@ SERIAL, PARTS = "generated-shared-prefix/serial", ("random-ids/2", "generated-sh
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("load")
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_load.py"), "--device", "cpu", "--out", str(out), "--only", *PARTS]
+    command = [sys.executable, "-m", "benchmarks.bench_load", "--device", "cpu", "--out", str(out), "--only", *PARTS]
     with room_for(1):  # stock SGLang's server, and then FreeKV's
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     written = json.loads((out / "bench_load-needle.json").read_text())
     assert not written["runs"][-1].get("failures") and written["runs"][-1]["commit"]

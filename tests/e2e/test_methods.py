@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tasks
 from serving import freekv
 
+from benchmarks.needle import tasks
 from sglang_freekv.config import METHODS
 
 LAYERS, HEADS = 7, 2  # retrieval layers of the needle model, and their kv heads

@@ -10,10 +10,10 @@ import numpy as np
 import openai
 import pytest
 import sglang as sgl
-import tasks
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HEAD_DIM, KV_HEADS, LAYERS, freekv
 
+from benchmarks.needle import tasks
 from sglang_freekv.metrics import METRICS
 
 ARGUMENTS = {

@@ -12,9 +12,9 @@ from serving import ROOT
 
 def test_a_soak_leaves_no_trace(tmp_path):
     wait_for_room(1)
-    command = [sys.executable, "-P", str(ROOT / "benchmarks" / "soak.py"), "--device", "cpu", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.soak", "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--minutes", "2", "--longest", "4096", "--documents", "6"], capture_output=True, text=True, timeout=900
+        [*command, "--minutes", "2", "--longest", "4096", "--documents", "6"], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     result = json.loads((tmp_path / "soak.json").read_text())["results"]["cpu"]

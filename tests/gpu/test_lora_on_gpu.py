@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tasks
 import torch
 from adapters import make_adapter
 from serving import NEEDLE_MODEL, TestServer, freekv, start_all, stop_all
 from transformers import LlamaForCausalLM
+
+from benchmarks.needle import tasks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from method import Method
+from benchmarks.accuracy.method import Method
 
 from .arkvale import ArkVale
 from .clusterkv import ClusterKV

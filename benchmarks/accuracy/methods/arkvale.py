@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from method import Budget, Prompt
+from benchmarks.accuracy.method import Budget, Prompt
 
 from .pages import Blocking, Layout, Pages, cuboid_mean
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-from method import Budget, Prompt, Step, Trace
+
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .pages import Layout, Pages, box_scores, cuboid_mean, grouped, mass_scores, min_max, similarity, two_bit
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from method import Prompt, Trace
+
+from benchmarks.accuracy.method import Prompt, Trace
 
 LOGITS = 1 << 25  # in memory at a time
 

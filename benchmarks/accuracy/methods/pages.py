@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from method import Budget, Prompt, Step, Trace
+
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .gather import Growing, Kept, output, pick, weights
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from method import Budget, Prompt, Step, Trace
+
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .gather import counted, output, pick, weights
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from method import Budget, Prompt, Step, Trace
+
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .gather import Kept, Sliding, output, prompt_weights, weights
 

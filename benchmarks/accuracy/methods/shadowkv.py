@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from method import Budget, Prompt, Step, Trace
+
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .pages import Context, Reader, grouped
 

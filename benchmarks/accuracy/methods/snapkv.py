@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from method import Budget, Prompt, Step, Trace
+
+from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .gather import Kept, counted, output, pick, prompt_weights, weights
 

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import longbench_v2
-from presets import Preset
+from benchmarks.accuracy.published import longbench_v2
+from benchmarks.accuracy.published.presets import Preset
 
 HERE = Path(__file__).resolve().parent
 LM_EVAL = "lm_eval[api,ruler]==0.4.13"
@@ -203,7 +203,7 @@ class Own(Evaluator):
         if run.limit:
             options |= {"--limit": run.limit}
         words = [str(word) for pair in options.items() for word in pair]
-        return [sys.executable, str(HERE / f"{self.name}.py"), *words, "--out", str(run.directory)]
+        return [sys.executable, "-m", f"benchmarks.accuracy.published.{self.name}", *words, "--out", str(run.directory)]
 
     def scores(self, preset: Preset, run: Run, log: str) -> dict[str, float]:
         result = run.directory / "result.json"

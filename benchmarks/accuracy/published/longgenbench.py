@@ -1,6 +1,6 @@
 """LongGenBench against a server: texts of many entries, how many of these are there, and whether those with an event mention it.
 
-    python benchmarks/accuracy/published/longgenbench.py --url http://127.0.0.1:30000 --model MODEL --data Dataset_short.json --out DIR
+    python -m benchmarks.accuracy.published.longgenbench --url http://127.0.0.1:30000 --model MODEL --data Dataset_short.json --out DIR
 
 Completion is counted; what an entry mentions is asked of a judge, a model behind any OpenAI API. Texts are kept in DIR/texts.jsonl as they
 come: what is there is not asked for again, so that an interrupted run goes on, and one without a judge is judged later.
@@ -16,9 +16,9 @@ import sys
 import zlib
 from pathlib import Path
 
-import program
-from endpoint import Endpoint, text_of
-from records import CHECKS, Plan, RecordError, read
+from benchmarks.accuracy.published import program
+from benchmarks.accuracy.published.endpoint import Endpoint, text_of
+from benchmarks.accuracy.published.records import CHECKS, Plan, RecordError, read
 
 SEPARATOR, FINISHED = "#*#", "*** finished"
 QUESTION = "{examples}Text: {entry}\n\nDoes this text include the following: {event}? Answer with 'yes' or 'no' only."

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from endpoint import EndpointFailed
-from records import RecordError
+from benchmarks.accuracy.published.endpoint import EndpointFailed
+from benchmarks.accuracy.published.records import RecordError
 
 
 def parser(description: str, data: str, out: str) -> argparse.ArgumentParser:

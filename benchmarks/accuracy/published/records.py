@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from presets import Dataset
+from benchmarks.accuracy.published.presets import Dataset
 
 KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
 LETTERS, LENGTHS, DIFFICULTIES = "ABCD", ("short", "medium", "long"), ("easy", "hard")

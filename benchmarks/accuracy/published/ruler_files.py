@@ -1,6 +1,6 @@
 """RULER against a server, on files that NVIDIA's scripts have written, for machines where lm-eval cannot fetch what it needs.
 
-    python benchmarks/accuracy/published/ruler_files.py --url http://127.0.0.1:30000 --model MODEL --data DIR --out DIR
+    python -m benchmarks.accuracy.published.ruler_files --url http://127.0.0.1:30000 --model MODEL --data DIR --out DIR
 
 ``--data`` is a file, or a directory of ``TASK/validation.jsonl``. Prompts hold the model's template already, and go to /v1/completions.
 """
@@ -14,9 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import program
-from endpoint import Endpoint, text_of
-from records import RecordError, Row, from_file
+from benchmarks.accuracy.published import program
+from benchmarks.accuracy.published.endpoint import Endpoint, text_of
+from benchmarks.accuracy.published.records import RecordError, Row, from_file
 
 TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # generated, by the family of a task
 ANY = ("qa",)  # of these one reference is enough

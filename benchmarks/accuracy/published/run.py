@@ -1,8 +1,8 @@
 """Published benchmarks against a running server, stock SGLang or with KV retrieval, through standard evaluators where they exist.
 
-    python benchmarks/accuracy/published/run.py --list
-    python benchmarks/accuracy/published/run.py --benchmark aime24 --dry-run      # the commands: of the server, and of the evaluator
-    python benchmarks/accuracy/published/run.py --benchmark aime24 --url http://127.0.0.1:30000
+    python -m benchmarks.accuracy.published.run --list
+    python -m benchmarks.accuracy.published.run --benchmark aime24 --dry-run      # the commands: of the server, and of the evaluator
+    python -m benchmarks.accuracy.published.run --benchmark aime24 --url http://127.0.0.1:30000
 
 Scores and what retrieval did go to published-BENCHMARK.json, one entry for each model, system and context length; what an evaluator
 writes besides, texts among it, goes below --work. README.md tells what each measures. Exit status: 0; 2, nothing was run, for a reason in
@@ -21,18 +21,11 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-BENCHMARKS = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(BENCHMARKS)]
-
-import longbench_v2  # noqa: E402
-import records  # noqa: E402
-import ruler_files  # noqa: E402
-import system  # noqa: E402
-from endpoint import Endpoint, EndpointFailed  # noqa: E402
-from evaluators import EVALUATORS, Evaluator, EvaluatorFailed, Own, Run, call  # noqa: E402
-from presets import PRESETS, Preset  # noqa: E402
-from report import ROOT, Report, arguments, say, table  # noqa: E402
+from benchmarks.accuracy.published import longbench_v2, records, ruler_files, system
+from benchmarks.accuracy.published.endpoint import Endpoint, EndpointFailed
+from benchmarks.accuracy.published.evaluators import EVALUATORS, Evaluator, EvaluatorFailed, Own, Run, call
+from benchmarks.accuracy.published.presets import PRESETS, Preset
+from benchmarks.report import ROOT, Report, arguments, say, table
 
 NOTHING_RUN = 2
 JUDGE = ("judge_url", "judge_model", "judge_examples", "texts")
@@ -230,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"WARNING {warning}")
     report = Report(f"published-{preset.name}", options.out)
     words = sys.argv[1:] if argv is None else argv
-    report.note(command=shlex.join(["python3", "benchmarks/accuracy/published/run.py", *words]))
+    report.note(command=shlex.join(["python3", "-m", "benchmarks.accuracy.published.run", *words]))
     failed = measure_all(preset, runs, endpoint, report, facts)
     return report.finish(summary(preset, report.results)) and (failed or 1)
 

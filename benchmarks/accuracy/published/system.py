@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from evaluators import EvaluatorFailed
-from presets import PAPER_PAGE, PAPER_POOLING, Preset
+from benchmarks.accuracy.published.evaluators import EvaluatorFailed
+from benchmarks.accuracy.published.presets import PAPER_PAGE, PAPER_POOLING, Preset
 
 FACTS = ("model_path", "version", "attention_backend", "page_size", "context_length", "max_total_num_tokens", "freekv")
 POOLINGS = {"freekv": PAPER_POOLING, "quest": "max", "arkvale": "mean"}  # usual ones

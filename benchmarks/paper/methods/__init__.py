@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from paper.method import Method, Work
+from benchmarks.paper.method import Method, Work
 
 from .engine import Engine, LouisKV
 from .full import Full

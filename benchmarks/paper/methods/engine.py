@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch
-from paper.method import Traffic, Work
-
-from profiles import CORRECTED
-from replay import Controls, Replay, replayed
-from replay_load import Load
-from sglang_freekv import kernels
 from sglang_freekv.kernels import RECALLED
 from sglang_freekv.kernels.extend import ReferenceExtend
-from sglang_freekv.retrieval import Recall, Retrieval
 
+from benchmarks.paper.method import Traffic, Work
+from benchmarks.profiles import CORRECTED
+from benchmarks.replay import Controls, Replay, replayed
+from benchmarks.replay_load import Load
+from sglang_freekv import kernels
+from sglang_freekv.retrieval import Recall, Retrieval
 
 TRIGGERED = {CORRECTED[0.8]: 1 / 5, CORRECTED[0.9]: 1 / 16}  # by FreeKV's share of kv heads under the same load
 

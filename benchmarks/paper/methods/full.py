@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from paper.method import Traffic, Work
+
+from benchmarks.paper.method import Traffic, Work
 
 WORKSPACE_BYTES = 384 << 20  # SGLang's
 LEAST_GROUP = 4  # query heads of a kv head, from which on SGLang has FlashInfer use tensor cores

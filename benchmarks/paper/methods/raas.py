@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from paper.method import Traffic, Work
 
+from benchmarks.paper.method import Traffic, Work
 from sglang_freekv import kernels
 from sglang_freekv.config import PageBudget
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from paper.method import Traffic, Work
-
 from sglang_freekv.kernels import Misses
+
+from benchmarks.paper.method import Traffic, Work
 from sglang_freekv.retrieval import programs_ahead
 
 from .rebuild import rebuild_keys, reference_rebuild

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paper import ablation, plots
-from report import markdown
+from benchmarks.paper import ablation, plots
+from benchmarks.report import markdown
 
 from .names import ABLATION
 from .section import Section, ms

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paper import crossover, plots
-from paper.parts import bound_of
-from report import markdown
-from setups import Setup
+from benchmarks.paper import crossover, plots
+from benchmarks.paper.parts import bound_of
+from benchmarks.report import markdown
+from benchmarks.setups import Setup
 from sglang_freekv.config import GIB
 
 from .section import Aim, Section, ms

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paper import goodput, plots
-from report import markdown
+from benchmarks.paper import goodput, plots
+from benchmarks.report import markdown
 
 from .names import SYSTEMS
 from .section import Section

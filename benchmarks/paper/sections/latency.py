@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from paper import latency, plots
-from paper.scenarios import BATCHES, SCENARIOS
-from report import markdown
+from benchmarks.paper import latency, plots
+from benchmarks.paper.scenarios import BATCHES, SCENARIOS
+from benchmarks.report import markdown
 
 from .names import METHODS
 from .names import SCENARIOS as TITLES

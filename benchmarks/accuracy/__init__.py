@@ -1,0 +1,1 @@
+"""How right the answers of each method are, offline and on servers."""

@@ -1,0 +1,1 @@
+"""Published benchmarks against a running server, for models with real weights."""

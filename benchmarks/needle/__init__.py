@@ -1,0 +1,1 @@
+"""Small models that find facts in long prose, the prompts for them, and their training."""
