@@ -368,17 +368,20 @@ SCHEDULER_ON_CPU = (
     Patch(
         "sglang.srt.utils.common.support_triton", "backend", AROUND, "cpu:support_triton",
         "SGLang assumes that a backend with an unknown name runs Triton",
+        until="0.5.22",
     ),
     Patch(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
         AROUND, "cpu:alloc_extend",
         "SGLang hands out pages with a Triton kernel",
+        until="0.5.22",
     ),
     Patch(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
         "self seq_lens seq_lens_cpu last_loc", AROUND, "cpu:alloc_decode",
         "the same for the one token of a decode step",
+        until="0.5.22",
     ),
 )
 

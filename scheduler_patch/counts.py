@@ -80,7 +80,7 @@ class AccumulatedInfo(dict):
     """A request's custom info, as the tokenizer manager accumulates it.
 
     SGLang appends one item per token to each key, and slices the items of ``keys()`` by token. FreeKV's counts are a running total. Each
-    replaces the last one, and its key is not among ``keys()``.
+    replaces the last one, and its key is not among ``keys()`` and ``items()``.
     """
 
     def __init__(self) -> None:
@@ -88,6 +88,9 @@ class AccumulatedInfo(dict):
 
     def keys(self):
         return super().keys() - {KEY}
+
+    def items(self):
+        return [(key, self[key]) for key in self.keys()]
 
 
 class _Latest(dict):

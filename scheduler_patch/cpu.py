@@ -104,7 +104,7 @@ def support_triton(original, backend: str) -> bool:
 def alloc_extend(
     original, allocator, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
 ):
-    """AROUND: allocate the slots of an extend without Triton.
+    """AROUND: allocate the slots of an extend without Triton, on releases that do not ask whether the platform has it.
 
     Args:
         prefix_lens, seq_lens: ``[B]`` int64 tokens of each request before and after.
@@ -114,19 +114,16 @@ def alloc_extend(
     Returns:
         ``[extend_num_tokens]`` int64 slots; None if the free pages do not suffice.
     """
-    spare = extend_num_tokens // allocator.page_size + len(seq_lens) + 1
-    return _take_slots(allocator, prefix_lens, seq_lens, last_loc, spare)
+    return _take_slots(allocator, prefix_lens, seq_lens, last_loc)
 
 
 def alloc_decode(original, allocator, seq_lens, seq_lens_cpu, last_loc):
     """AROUND: allocate the ``[B]`` slots of a decode step without Triton. Arguments and result are as in ``alloc_extend``."""
-    return _take_slots(allocator, seq_lens - 1, seq_lens, last_loc, spare=len(seq_lens))
+    return _take_slots(allocator, seq_lens - 1, seq_lens, last_loc)
 
 
-def _take_slots(allocator, prefix_lens, seq_lens, last_loc, spare: int) -> torch.Tensor | None:
+def _take_slots(allocator, prefix_lens, seq_lens, last_loc) -> torch.Tensor | None:
     """Take pages from the allocator and return their slots. If its pages do not suffice, return None and take none."""
-    if allocator.need_sort and spare > len(allocator.free_pages):
-        allocator.merge_and_sort_free()
     pages = pages_of(seq_lens, allocator.page_size) - pages_of(prefix_lens, allocator.page_size)
     taken = int(pages.sum())
     if taken > len(allocator.free_pages):

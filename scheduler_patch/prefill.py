@@ -7,6 +7,8 @@ import math
 
 from sglang.srt.managers.schedule_policy import AddReqResult
 
+from sglang_freekv import releases
+
 
 def mark_tables(scheduler, batch, *args, **kwargs) -> None:
     """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written."""
@@ -19,13 +21,19 @@ def whole_pages(adder, req) -> None:
 
     Only full pages have a place in the host pool, so a chunk that ends within a page could not be continued.
     """
-    adder.rem_total_token_offset = adder.ceil_paged_tokens(math.ceil(adder.rem_total_token_offset))
+    budget, name = (adder.memory_budget, "total_offset") if releases.has("prefill budget") else (adder, "rem_total_token_offset")
+    setattr(budget, name, budget.ceil_paged_tokens(math.ceil(getattr(budget, name))))
 
 
 def bounded_contexts(original, adder, req, *args, **kwargs):
     """AROUND the admission of a request: the contexts of a batch, prefix hits included, must fit one staging buffer together."""
     pool = adder.token_to_kv_pool_allocator.get_kvcache()
-    contexts = sum(other.extend_range.end for other in adder.can_run_list)
+    contexts = sum(_context_end(other) for other in adder.can_run_list)
     if adder.can_run_list and contexts + len(req.full_untruncated_fill_ids) > pool.staging_tokens:
         return AddReqResult.OTHER
     return original(adder, req, *args, **kwargs)
+
+
+def _context_end(req) -> int:
+    """Tokens of the request's context behind the chunk that it is admitted with."""
+    return req.extend_end if releases.has("extend end") else req.extend_range.end

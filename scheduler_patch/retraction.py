@@ -6,14 +6,22 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 
+from sglang_freekv import releases
 
-def keep_pages(batch, idx: int, remaing_req_count: int, server_args) -> None:
+INTO_TREE = {"checkpoint": True} if releases.has("checkpoint") else {}
+
+
+def keep_pages(batch, idx: int, remaing_req_count: int, *args, **kwargs) -> bool:
     """REPLACE the release of a retracted request: its full pages go to the radix tree, like those of a finished request.
 
     The tree evicts them when host pages are short, least recently used first. Pages that remain are a prefix hit when the request resumes.
     SGLang would free them at once, and compute prompt and output anew.
+
+    Returns:
+        True: the request can be resumed.
     """
     req = batch.reqs[idx]
-    release_kv_cache(req, batch.tree_cache)
+    release_kv_cache(req, batch.tree_cache, **INTO_TREE)
     evict_from_tree_cache(batch.tree_cache, remaing_req_count * envs.SGLANG_RETRACT_DECODE_STEPS.get())
     req.reset_for_retract()
+    return True

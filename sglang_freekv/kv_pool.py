@@ -165,8 +165,11 @@ class FreeKVPool(MHATokenToKVPool):
         )
 
     def held_pages(self, allocator) -> torch.Tensor:
-        """``[N]`` ascending host pages that SGLang's page allocator has handed out. All are full while no request runs."""
+        """``[N]`` ascending host pages that SGLang's page allocator has handed out. All are full while no request runs.
+
+        SGLang holds freed pages back from ``free_pages`` for PD disaggregation only, which is refused.
+        """
         held = torch.ones(allocator.num_pages + 1, dtype=torch.bool)
         held[0] = False
-        held[torch.cat((allocator.free_pages, allocator.release_pages)).cpu()] = False
+        held[allocator.free_pages.cpu()] = False
         return held.nonzero().squeeze(1)

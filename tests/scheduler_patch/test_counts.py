@@ -29,3 +29,12 @@ def test_counts_are_fetched_once_for_all_requests_of_a_step():
     found = [request.customized_info[counts.KEY].counts for request in requests]
     assert found == [RetrievalCounts(1, 6, 0, 6, 1), RetrievalCounts(1, 6, 3, 9, 2), RetrievalCounts(1, 6, 0, 9, 0)]
     assert pool.totals == RetrievalCounts(3, 18, 3, 24, 3)
+
+
+def test_a_running_total_is_no_list_of_tokens():
+    """SGLang 0.5.23 copies the lists of a request's custom info to chunks of a stream that lack them."""
+    accumulated = counts.AccumulatedInfo()
+    accumulated["other"] = [1]
+    accumulated.setdefault(counts.KEY, []).extend([{"corrected_heads": 1}, {"corrected_heads": 2}])
+    assert dict(accumulated.items()) == {"other": [1]} and accumulated.keys() == {"other"}
+    assert accumulated[counts.KEY] == {"corrected_heads": 2}

@@ -83,14 +83,6 @@ def test_the_rest_of_a_page_needs_no_free_page():
     assert cpu.alloc_extend(None, allocator, one, one, one + 2, one + 2, torch.tensor([320]), 2).tolist() == [321, 322]
 
 
-def test_pages_released_unsorted_are_used_when_needed():
-    allocator = new_allocator(2, 32, seed=0)
-    allocator.need_sort, allocator.release_pages = True, allocator.free_pages
-    allocator.free_pages = allocator.free_pages[:0]
-    none, two = torch.tensor([0]), torch.tensor([33])
-    assert cpu.alloc_extend(None, allocator, none, none, two, two, torch.tensor([-1]), 33).tolist() == list(range(32, 65))
-
-
 def test_only_our_backend_is_without_triton():
     assert not cpu.support_triton(lambda backend: True, "freekv")
     assert cpu.support_triton(lambda backend: True, "triton") and not cpu.support_triton(lambda backend: False, "torch_native")

@@ -10,10 +10,12 @@ import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_freekv import releases
 from sglang_freekv.backend import FreeKVAttnBackend
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.scheduler_patch import prefill
+from sglang_freekv.scheduler_patch.prefill import _context_end
 
 PAGE = 32
 
@@ -22,36 +24,46 @@ PAGE = 32
 def adder():
     """SGLang's adder when 1,024 tokens are free and a running request may take 770.7 of them."""
     adder = object.__new__(PrefillAdder)
-    allocator = SimpleNamespace(available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(staging_tokens=1000))
+    allocator = SimpleNamespace(available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(staging_tokens=1000), page_size=PAGE)
+    tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False)
     adder.__dict__.update(
         page_size=PAGE, dllm_config=None, rem_chunk_tokens=2048, is_hybrid_swa=False, prefill_delayer_single_pass=None, can_run_list=[],
-        rem_total_token_offset=770.7, _mamba_slot_cost=0, token_to_kv_pool_allocator=allocator,
-        tree_cache=SimpleNamespace(evictable_size=lambda: 0),
+        _mamba_slot_cost=0, token_to_kv_pool_allocator=allocator, tree_cache=tree,
     )  # fmt: skip
     adder._update_prefill_budget = lambda *args, **kwargs: None
+    if releases.has("prefill budget"):
+        from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+        adder.memory_budget = PrefillBudget(allocator, tree, num_mixed_decode_tokens=770.7)
+        adder.__dict__.update(kv_shard_granule=0, kv_shard_scratch_spec=None, chunked_req_limit=None, mamba_chunk_grid=1)
+        adder._request_slot_reserve_for_req = lambda *args, **kwargs: 0
+    else:
+        adder.rem_total_token_offset = 770.7
     return adder
 
 
 def request(tokens: int, prefix: int = 0):
     sampling = SimpleNamespace(max_new_tokens=8)
-    req = MagicMock(full_untruncated_fill_ids=range(tokens), prefix_indices=range(prefix), sampling_params=sampling)
+    req = MagicMock(full_untruncated_fill_ids=range(tokens), prefix_indices=range(prefix), prefix_len=prefix, sampling_params=sampling)
     req.set_extend_range = lambda start, end: setattr(req, "extend_range", SimpleNamespace(end=end, length=end - start))
     return req
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_chunk_cut_short_by_full_memory_ends_at_a_page(adder, hooked, monkeypatch):
-    monkeypatch.setattr(PrefillAdder, "rem_total_tokens", property(lambda self: 1024 - self.rem_total_token_offset))
+    if not releases.has("prefill budget"):
+        monkeypatch.setattr(PrefillAdder, "rem_total_tokens", property(lambda self: 1024 - self.rem_total_token_offset))
     req = request(6000, prefix=512)
     if hooked:
         prefill.whole_pages(adder, req)
     adder.add_chunked_req(req)
-    assert (req.extend_range.end % PAGE == 0) == hooked  # without the hook SGLang cuts within a page
+    assert (_context_end(req) % PAGE == 0) == hooked  # without the hook SGLang cuts within a page
 
 
 def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
     def admit(adder, req):
         req.extend_range = SimpleNamespace(end=len(req.full_untruncated_fill_ids))
+        req.extend_end = req.extend_range.end
         adder.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
