@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from http import HTTPStatus
 
 import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
+from sglang_freekv import releases
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.canary import Fault, FaultReader
+from sglang_freekv.scheduler_patch import trees
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class Quarantine:
     It counts the ``faults``, the ``requests_ended`` for them, and the ``pages_swept``, which are pages examined while no request ran.
 
     Raises:
-        Refusal: the prefix cache is not SGLang's RadixCache, and cannot forget a page.
+        Refusal: the prefix cache cannot forget a page.
     """
 
     def __init__(self, scheduler) -> None:
@@ -37,14 +36,14 @@ class Quarantine:
         self.reader = FaultReader()
         self.pending: dict[tuple[int, int, int], Fault] = {}  # found by this rank while no request ran; all ranks act in the next step
         self.last_found: list[Fault] = []
-        self.cut_off: list = []  # nodes of the radix tree, in the order of the cuts
         self.faults = self.requests_ended = self.pages_swept = 0
-        self.cuts = self.last_swept = 0
+        self.last_swept = 0
         self.layers = {index: layer for layer, index in self.pool.retrieval_index.items()}
-        if type(scheduler.tree_cache) not in (RadixCache, ChunkCache):
+        self.tree = trees.forgetting(scheduler.tree_cache)
+        if self.tree is None:
             raise Refusal(
-                f"--freekv-canary {self.pool.config.canary}: the prefix cache is {type(scheduler.tree_cache).__name__}, expected SGLang's "
-                "RadixCache, the only one whose pages can be quarantined; leave out the option for another, or use --freekv-canary off"
+                f"--freekv-canary {self.pool.config.canary}: the prefix cache is {type(scheduler.tree_cache).__name__}, expected "
+                f"{trees.EXPECTED}, the only one whose pages can be quarantined; leave out the option for another, or use --freekv-canary off"
             )
 
     def as_dict(self) -> dict[str, int]:
@@ -95,16 +94,8 @@ class Quarantine:
             self.sweep(later.to(self.pool.device))
 
     def evict(self) -> None:
-        """Free the nodes that were cut off the radix tree and that no request locks any more."""
-        tree, locked = self.scheduler.tree_cache, []
-        for node in self.cut_off:
-            if not _is_in(tree, node):  # evicted or flushed by SGLang
-                continue
-            if node.lock_ref:
-                locked.append(node)
-            else:
-                _evict(tree, node)
-        self.cut_off = locked
+        """Free what the radix tree has forgotten and no request locks any more."""
+        self.tree.evict_forgotten()
 
     def _agree(self, faults: list[Fault]) -> list[Fault]:
         """The faults of all ranks, so that every rank ends the same requests in the same step."""
@@ -130,7 +121,7 @@ class Quarantine:
             logger.error(f"canary: and {len(faults) - NAMED} more; {len(pages)} pages in all")
         for request, held in holders.items():
             self._end(request, next(fault for fault in faults if fault.host_page in held))
-        self._forget(pages)
+        self.tree.forget(pages)
         self.evict()
 
     def _describe(self, fault: Fault) -> str:
@@ -143,11 +134,11 @@ class Quarantine:
         scheduler = self.scheduler
         batches = (batch, scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug)
         requests = {request for some in batches if some is not None for request in some.reqs} | {scheduler.chunked_req}
-        return {request for request in requests if request is not None and not request.finished() and request.kv is not None}
+        return {request for request in requests if request is not None and not request.finished() and _holds_kv(request)}
 
     def _pages_of(self, request) -> set[int]:
         size = self.pool.page_size
-        slots = self.scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : request.kv.kv_allocated_len : size]
+        slots = self.scheduler.req_to_token_pool.req_to_token[_row_of(request), : request.kv.kv_allocated_len : size]
         return set((slots // size).tolist())
 
     def _end(self, request, fault: Fault) -> None:
@@ -164,48 +155,14 @@ class Quarantine:
             request.to_finish = reason
             request.finished_len = len(request.output_ids)  # without the token of this step, which SGLang adds next
 
-    def _forget(self, pages: set[int]) -> None:
-        """Cut nodes with one of ``pages``, and all nodes below them, off the radix tree.
-
-        Requests that end may still lock a node. Until they are gone it stays in its place, under a key that no prompt has.
-        """
-        tree = self.scheduler.tree_cache
-        if not isinstance(tree, RadixCache) or tree.disable:
-            return
-        size, nodes = tree.page_size, list(tree.root_node.children.values())
-        while nodes:
-            node = nodes.pop()
-            if node in self.cut_off:
-                continue
-            changed = [index for index, page in enumerate((node.value[::size] // size).tolist()) if page in pages]
-            if not changed:
-                nodes += node.children.values()
-                continue
-            if changed[0]:
-                tree._split_node(node.key, node, changed[0] * size)
-            del node.parent.children[node.key.child_key(size)]
-            self.cuts += 1
-            node.key = copy.copy(node.key)
-            node.key.extra_key = f"sglang_freekv quarantine {self.cuts}"
-            node.parent.children[node.key.child_key(size)] = node
-            self.cut_off.append(node)
-
-
-def _is_in(tree: RadixCache, node) -> bool:
-    """Whether ``node`` is below the tree's present root. SGLang makes a new root when it flushes."""
-    while node.parent is not None and node.parent.children.get(node.key.child_key(tree.page_size)) is node:
-        node = node.parent
-    return node is tree.root_node
-
-
-def _evict(tree: RadixCache, node) -> None:
-    """Evict all nodes below ``node``, then ``node``, each as SGLang evicts a leaf."""
-    for child in list(node.children.values()):
-        _evict(tree, child)
-    tree.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-    tree._delete_leaf(node)
-    tree._record_remove_event(node)
-
 
 def _ranks(scheduler) -> int:
     return scheduler.tp_group.world_size
+
+
+def _holds_kv(request) -> bool:
+    return request.kv.holds_kv if releases.has("request KV") else request.kv is not None
+
+
+def _row_of(request) -> int:
+    return request.kv.req_pool_idx if releases.has("request KV") else request.req_pool_idx

@@ -37,17 +37,9 @@ DIFFERENCES = {
         "0.5.19", "sglang.srt.managers.schedule_batch.ReqKvInfo.holds_kv", NEW,
         "a request's row is req.kv.req_pool_idx; req.kv stays when the row is given back, and req.kv.holds_kv tells",
     ),
-    "KV event recorder": Difference(
-        "0.5.19", "sglang.srt.mem_cache.radix_cache.RadixCache._record_remove_event", GONE,
-        "the radix tree reports a page that it forgets to tree.kv_events.record_remove",
-    ),
     "settings apart": Difference(
         "0.5.20", "sglang.srt.server_args._rebuild_server_args", NEW,
         "ServerArgs is a msgspec Struct that keeps what was typed; settings are resolved later, and read through a view",
-    ),
-    "one free list": Difference(
-        "0.5.20", "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.get_all_free_pages", NEW,
-        "the page allocator has free pages in one place, instead of free_pages and release_pages",
     ),
     "prefill budget": Difference(
         "0.5.21", "sglang.srt.managers.schedule_policy.PrefillAdder.memory_budget", NEW,
@@ -57,13 +49,13 @@ DIFFERENCES = {
         "0.5.22", "sglang.srt.mem_cache.common.release_kv_cache.checkpoint", NEW,
         "release_kv_cache is told whether the tree keeps the pages by checkpoint=, which has no default, instead of is_insert=",
     ),
+    "tree paths": Difference(
+        "0.5.22", "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info", NEW,
+        "the radix tree is UnifiedRadixCache, and its core tells the nodes of a path, by which pages are forgotten there",
+    ),
     "extend end": Difference(
         "0.5.22", "sglang.srt.managers.schedule_batch.Req.extend_end", NEW,
         "req.extend_end takes the place of req.extend_range.end",
-    ),
-    "no chunk cache": Difference(
-        "0.5.22", "sglang.srt.mem_cache.chunk_cache", GONE,
-        "without a radix tree the prefix cache is a radix cache with disable set, and no ChunkCache",
     ),
 }
 

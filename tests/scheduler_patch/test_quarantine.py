@@ -1,4 +1,4 @@
-"""Pages that changed, on SGLang's own radix tree: no page is lost, none is freed twice, and no prompt finds one of them."""
+"""Pages that changed, on SGLang's own radix trees: no page is lost, none is freed twice, and no prompt finds one of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.radix_cache import InsertParams, MatchPrefixParams, RadixCache, RadixKey
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from sglang_freekv import releases
 from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.canary import MOST_FAULTS, Fault
+from sglang_freekv.scheduler_patch import trees
 from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
 SIZE, PAGES = 4, 24
+TREES = ["rust", "python"] if trees.UNIFIED else ["radix"]
 
 
 class Allocator:
@@ -34,13 +38,27 @@ class Allocator:
         self.free |= pages
 
 
+def make_tree(kind: str, allocator: Allocator):
+    """SGLang's tree over the allocator, as a server with a canary has it."""
+    params = CacheInitParams(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=SIZE)
+    if not trees.UNIFIED:
+        return RadixCache(params)
+    from sglang_freekv.scheduler_patch.unified_tree import FULL, ForgetfulTree
+
+    params.tree_components, params.tree_core_backend = (FULL,), kind
+    return ForgetfulTree(params)
+
+
 class Request:
     """Of a running batch; ``pages`` are its own and those of the tree."""
 
     def __init__(self, rid: str, pages: list[int], tokens: int = 0) -> None:
         self.rid, self.pages, self.output_ids = rid, pages, [7] * tokens
-        self.req_pool_idx, self.kv = 0, SimpleNamespace(kv_allocated_len=len(pages) * SIZE)
+        self.kv = SimpleNamespace(kv_allocated_len=len(pages) * SIZE, holds_kv=True)
         self.to_finish = self.finished_len = None
+
+    def take(self, row: int) -> None:
+        setattr(self.kv if releases.has("request KV") else self, "req_pool_idx", row)
 
     def finished(self) -> bool:
         return False
@@ -51,7 +69,7 @@ class World:
 
     def __init__(self, ranks: int = 1, tree=None) -> None:
         self.allocator = Allocator()
-        self.tree = tree or RadixCache.create_simulated(mock_allocator=self.allocator, page_size=SIZE)
+        self.tree = make_tree(tree, self.allocator) if isinstance(tree, str) else tree
         self.table = torch.zeros(4, PAGES * SIZE, dtype=torch.int64)
         self.sent: list = []
         canary = SimpleNamespace(faults=torch.zeros(1 + MOST_FAULTS, 5, dtype=torch.int32))
@@ -69,17 +87,43 @@ class World:
         )  # fmt: skip
         self.faults, self.changed, self.quarantine = canary.faults, set(), Quarantine(self.scheduler)
 
-    def insert(self, text: int, pages: list[int]) -> None:
-        """A prompt of its own; those whose ``text`` is equal share pages as far as they go."""
-        tokens = array("q", [text * 1000 + position // SIZE for position in range(len(pages) * SIZE)])
-        slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in pages])
-        self.allocator.free -= set(pages)
-        self.tree.insert(InsertParams(key=RadixKey(tokens), value=slots))
-
-    def match(self, text: int, pages: int = 8):
+    def key(self, text: int, pages: int) -> RadixKey:
+        """A prompt of ``pages`` pages. Those whose ``text`` is equal share pages as far as they go."""
         tokens = array("q", [text * 1000 + position // SIZE for position in range(pages * SIZE)])
-        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens)))
-        return (found.device_indices[::SIZE] // SIZE).tolist(), found.last_device_node
+        return RadixKey(tokens, "an adapter" if text == 1 else None)
+
+    def insert(self, key: RadixKey, pages: list[int]) -> bool:
+        """Insert what was computed for ``key`` behind its prefix hit; whether the tree took it."""
+        hit = self.match(key)
+        new = set(pages[len(hit) :])
+        slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in hit + pages[len(hit) :]])
+        self.allocator.free -= new
+        result = self.tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(hit) * SIZE))
+        if taken := not getattr(result, "rotation_tail_declined", False):
+            return taken
+        self.allocator.free |= new  # the request frees them when it ends
+        return taken
+
+    def find(self, key: RadixKey):
+        """The node that a match ends in."""
+        return self.tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
+
+    def match(self, key: RadixKey) -> list[int]:
+        if trees.UNIFIED:
+            slots = self.tree.path_device_indices(self.find(key))
+        else:
+            slots = self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        return (slots[::SIZE] // SIZE).tolist()
+
+    def texts(self) -> tuple[list[int], list[int]]:
+        """The pages that prompts of both texts find."""
+        return self.match(self.key(1, 8)), self.match(self.key(2, 8))
+
+    def lock(self, text: int):
+        """Lock a text, as a request that has matched it does, and return what unlocks it."""
+        node = self.find(self.key(text, 8))
+        receipt = self.tree.inc_lock_ref(node).to_dec_params()
+        return lambda: self.tree.dec_lock_ref(node, receipt)
 
     def note(self, *pages: int) -> torch.Tensor:
         """What the canary's faults are after a step that found these pages changed."""
@@ -93,7 +137,7 @@ class World:
 
     def run(self, *requests: Request) -> SimpleNamespace:
         for row, request in enumerate(requests):
-            request.req_pool_idx = row
+            request.take(row)
             slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in request.pages])
             self.table[row, : len(slots)] = slots
         running = SimpleNamespace(reqs=list(requests))
@@ -105,77 +149,89 @@ class World:
 
     def assert_sound(self, free: int) -> None:
         assert len(self.allocator.free) == free
-        assert self.tree.evictable_size_ + self.tree.protected_size_ == (PAGES - free) * SIZE == self.tree.total_size()
+        total = self.tree.total_size()
+        assert self.tree.evictable_size() + self.tree.protected_size() == (PAGES - free) * SIZE == (total[0] if trees.UNIFIED else total)
+        if trees.UNIFIED:
+            self.tree.tree_core.sanity_check([], [])
 
 
-@pytest.fixture
-def world() -> World:
-    """Two texts: one of pages 1 to 6, which another goes on from after 4; and one of 11 to 13."""
-    world = World()
-    world.insert(1, [1, 2, 3, 4, 5, 6])
-    world.insert(2, [11, 12, 13])
+@pytest.fixture(params=TREES)
+def world(request) -> World:
+    """Two texts: one of pages 1 to 6, and one of pages 11 to 13."""
+    world = World(tree=request.param)
+    world.insert(world.key(1, 6), [1, 2, 3, 4, 5, 6])
+    world.insert(world.key(2, 3), [11, 12, 13])
     return world
 
 
 @pytest.mark.parametrize("page, kept", [(1, []), (4, [1, 2, 3]), (6, [1, 2, 3, 4, 5])])
 def test_a_page_is_forgotten_with_what_stands_on_it(world, page, kept):
     world.quarantine.examine(world.note(page), None)
-    assert world.match(1)[0] == kept and world.match(2)[0] == [11, 12, 13]
+    assert world.texts() == (kept, [11, 12, 13])
     assert world.in_tree() == {*kept, 11, 12, 13}
     world.assert_sound(free=PAGES - len(kept) - 3)
     assert world.quarantine.as_dict() == {"faults": 1, "requests_ended": 0, "pages_swept": 0}
 
 
 def test_branches_below_it_go_too(world):
-    tokens = array("q", [1000 + position // SIZE for position in range(4 * SIZE)] + [5] * SIZE)
-    slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in (1, 2, 3, 4, 9)])
-    world.allocator.free -= {9}
-    world.tree.insert(InsertParams(key=RadixKey(tokens), value=slots))
+    branch = world.key(1, 5)
+    branch.token_ids[4 * SIZE :] = array("q", [5] * SIZE)
+    world.insert(branch, [1, 2, 3, 4, 9])
     world.quarantine.examine(world.note(2), None)
     assert world.in_tree() == {1, 11, 12, 13}
     world.assert_sound(free=PAGES - 4)
 
 
 def test_what_is_locked_is_found_by_nobody_and_goes_when_it_can(world):
-    _, node = world.match(1)
-    world.tree.inc_lock_ref(node)
+    unlock, anew = world.lock(1), [1, 2, 21, 22, 23, 24]
     world.quarantine.examine(world.note(3), None)
-    assert world.match(1)[0] == [1, 2] and world.in_tree() == {*range(1, 7), 11, 12, 13}
-    world.insert(1, [1, 2, 21, 22, 23, 24])  # the prompt, computed anew
-    assert world.match(1)[0] == [1, 2, 21, 22, 23, 24]
+    assert world.texts() == ([1, 2], [11, 12, 13]) and world.in_tree() == {*range(1, 7), 11, 12, 13}
+    taken = world.insert(world.key(1, 6), anew)  # the prompt, computed anew
+    assert taken != trees.UNIFIED and world.texts()[0] == (anew if taken else [1, 2])
     world.quarantine.evict()
-    world.assert_sound(free=PAGES - 13)
-    world.tree.dec_lock_ref(node)
+    world.assert_sound(free=PAGES - (13 if taken else 9))
+    unlock()
     world.quarantine.evict()
-    assert world.match(1)[0] == [1, 2, 21, 22, 23, 24]
+    assert taken or world.insert(world.key(1, 6), anew)
+    assert world.texts()[0] == anew
     world.assert_sound(free=PAGES - 9)
-    assert world.quarantine.cut_off == []
+    assert not world.quarantine.tree.forgotten
 
 
 def test_a_second_page_of_the_same_node_leaves_nothing_behind(world):
-    _, node = world.match(1)
-    world.tree.inc_lock_ref(node)
+    unlock = world.lock(1)
     world.quarantine.examine(world.note(3), None)
     world.quarantine.examine(world.note(5), None)
-    world.tree.dec_lock_ref(node)
+    unlock()
     world.quarantine.evict()
     assert world.in_tree() == {1, 2, 11, 12, 13}
     world.assert_sound(free=PAGES - 5)
 
 
+def test_a_prompt_that_leaves_the_text_before_the_page_is_kept(world):
+    unlock, other = world.lock(1), world.key(1, 4)
+    other.token_ids[2 * SIZE :] = array("q", [5] * 2 * SIZE)
+    world.quarantine.examine(world.note(3), None)
+    assert world.insert(other, [1, 2, 8, 9]) and world.match(other) == [1, 2, 8, 9]
+    unlock()
+    world.quarantine.evict()
+    assert world.in_tree() == {1, 2, 8, 9, 11, 12, 13}
+    world.assert_sound(free=PAGES - 7)
+
+
 @pytest.mark.parametrize("by", ["flush", "eviction"])
 def test_sglang_may_be_first(world, by):
-    _, node = world.match(1)
-    world.tree.inc_lock_ref(node)
+    unlock = world.lock(1)
     world.quarantine.examine(world.note(3), None)
-    world.tree.dec_lock_ref(node)
+    unlock()
     if by == "flush":
         world.tree.reset()
         world.allocator.clear()
     else:
-        world.tree.evict(SimpleNamespace(num_tokens=PAGES * SIZE))
+        world.tree.evict(EvictParams(num_tokens=PAGES * SIZE))
     world.quarantine.evict()
     world.assert_sound(free=PAGES)
+    assert world.insert(world.key(2, 1), [3]) and world.texts()[1] == [3]  # the page was handed out again
 
 
 def test_a_fault_is_acted_upon_once(world):
@@ -226,23 +282,23 @@ def test_sweeps_go_through_all_pages_in_turn(world):
 
 def test_ranks_act_together(monkeypatch):
     """At rest a rank keeps what it finds, however often, until the next step."""
-    world = World(ranks=2)
-    world.insert(1, [1, 2, 3])
+    world = World(ranks=2, tree=TREES[0])
+    world.insert(world.key(1, 3), [1, 2, 3])
     world.changed = {2}
     for _ in range(MOST_FAULTS + 5):
         assert world.quarantine.sweep(torch.tensor([1, 2, 3])).tolist() == [1, 3]
-    assert world.match(1)[0] == [1, 2, 3] and world.quarantine.faults == 0
+    assert world.texts()[0] == [1, 2, 3] and world.quarantine.faults == 0
     monkeypatch.setattr(Quarantine, "_agree", lambda self, faults: [*faults, Fault(0, 3, 0, 1, 2)])  # the other rank's
     world.quarantine.examine(world.faults.clone(), None)
-    assert world.match(1)[0] == [1] and world.quarantine.faults == 2
+    assert world.texts()[0] == [1] and world.quarantine.faults == 2
 
 
 def test_a_tree_that_it_does_not_know_is_refused():
     class OtherTree(RadixCache):
-        pass
+        disable = False
 
-    with pytest.raises(Refusal, match="^--freekv-canary full: the prefix cache is OtherTree, expected SGLang's RadixCache"):
+    with pytest.raises(Refusal, match=f"^--freekv-canary full: the prefix cache is OtherTree, expected {trees.EXPECTED}, "):
         World(tree=OtherTree.__new__(OtherTree))
-    chunked = World(tree=ChunkCache.__new__(ChunkCache))
-    chunked.quarantine.examine(chunked.note(3), None)
-    assert chunked.quarantine.faults == 1
+    without = World(tree=SimpleNamespace(disable=True))
+    without.quarantine.examine(without.note(3), None)
+    assert without.quarantine.faults == 1
