@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from sglang_freekv.kernels import Reads
+from sglang_freekv.kernels import Candidates, Reads
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -69,7 +69,8 @@ class Step:
         table = torch.randint(1, host_pages, (batch, pages), dtype=torch.int32, device=DEVICE)
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
-            kernels.seed_slots(logits, rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size)
+            candidates = Candidates(logits, rows, self.seq_lens, table, config.pages, config.page_size)
+            kernels.seed_slots(candidates, cache.tables)
         reads = [Reads.of(rows, cache.slot_pages, cache.attended) for cache in store.cache.layers]
         self.batch = DecodeBatch(rows, self.seq_lens, table)
         self.hidden = torch.randn(batch, SHAPE.hidden, dtype=DTYPE, device=DEVICE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Reads, reference
+from sglang_freekv.kernels import Reads, Tables, reference
 
 from benchmarks.kernel_inputs import DTYPE, Inputs, check_plans
 from benchmarks.trial import Trial, per_layer, relative
@@ -61,53 +61,53 @@ def score_two_bit(inputs: Inputs) -> Trial:
     return Trial([lambda args=args: run(kernels.score_two_bit, *args) for args in zip(inputs.layers, digests)], num_bytes, error=error)
 
 
-def plan_pages(inputs: Inputs, early: bool = True) -> Trial:
-    """The plan before the attention. Not ``early``: of what turned alone."""
+def plan_pages(inputs: Inputs, ahead_first: bool = True) -> Trial:
+    """The plan before attention. Without ``ahead_first`` it selects for corrected kv heads alone."""
     case = inputs.case
-    same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, early)) for layer in inputs.layers[:2])
+    same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, ahead_first)) for layer in inputs.layers[:2])
     reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
 
     def run(layer, which):
-        where = (inputs.rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, early, layer.slot_pages, layer.attended)
-        kernels.plan_pages(layer.logits[which], *where, reads, inputs.corrected, inputs.ahead, inputs.counts, case.page_size)
+        where, misses = (inputs.candidates(layer.logits[which]), layer.corrected, layer.tables), (inputs.misses_now, inputs.misses_ahead)
+        kernels.plan_pages(*where, reads, *misses, inputs.counts, ahead_first=ahead_first)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
-    planned = case.batch * case.kv_heads if early else int(sum(layer.turned.sum() for layer in inputs.layers)) / len(inputs.layers)
+    planned = case.batch * case.kv_heads if ahead_first else int(sum(layer.corrected.sum() for layer in inputs.layers)) / len(inputs.layers)
     return Trial(launches, _plan_bytes(inputs, planned), error=same)
 
 
-def plan_rest(inputs: Inputs, early: bool = True) -> Trial:
-    """The plan behind the attention. Early there is little left of it."""
+def plan_rest(inputs: Inputs, ahead_first: bool = True) -> Trial:
+    """The plan behind attention. With ``ahead_first`` it has little left to do."""
     case = inputs.case
-    same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, early)) for layer in inputs.layers[:2])
+    same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, ahead_first)) for layer in inputs.layers[:2])
     begins = (inputs.seq_lens % case.page_size == 0)[:, None]
 
     def run(layer, which):
-        where = (inputs.rows, inputs.seq_lens, inputs.page_table, case.budget, layer.turned, early, layer.slot_pages, layer.attended)
-        kernels.plan_rest(layer.logits[which], *where, inputs.ahead, inputs.counts, case.page_size)
+        where = inputs.candidates(layer.logits[which]), layer.corrected, layer.tables
+        kernels.plan_rest(*where, inputs.misses_ahead, inputs.counts, ahead_first=ahead_first)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
-    planned = sum(int((layer.turned & begins if early else ~layer.turned | begins).sum()) for layer in inputs.layers) / len(inputs.layers)
+    planned = sum(int((layer.corrected & begins if ahead_first else ~layer.corrected | begins).sum()) for layer in inputs.layers) / len(inputs.layers)
     return Trial(launches, _plan_bytes(inputs, planned), error=same)
 
 
 def seed_slots(inputs: Inputs) -> Trial:
     case, layer = inputs.case, inputs.layers[0]
 
-    def run(kernel, layer, *tables):
-        kernel(layer.logits[0], inputs.rows, inputs.seq_lens, case.budget, *tables, case.page_size)
+    def run(kernel, layer, tables):
+        kernel(inputs.candidates(layer.logits[0]), tables)
 
-    got, expected = ([layer.slot_pages.clone(), layer.attended.clone()] for _ in range(2))
-    run(kernels.seed_slots, layer, *got)
-    run(reference.seed_slots, layer, *expected)
+    got, expected = (Tables(*(table.clone() for table in layer.tables)) for _ in range(2))
+    run(kernels.seed_slots, layer, got)
+    run(reference.seed_slots, layer, expected)
     same = _mostly(torch.cat([a == b for a, b in zip(got, expected)], -1)[inputs.rows].all(-1))
     num_bytes = case.batch * case.query_heads * inputs.num_pages * 4
-    launches = per_layer(inputs, lambda layer: run(kernels.seed_slots, layer, layer.slot_pages, layer.attended))
+    launches = per_layer(inputs, lambda layer: run(kernels.seed_slots, layer, layer.tables))
     return Trial(launches, num_bytes, error=same)
 
 
 def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
-    """At once, or in two calls, where of those kv heads that turned a share of the list is not there at first."""
+    """At once, or in two calls, where a share of a corrected kv head's list is not there at first."""
     case, scale = inputs.case, inputs.case.head_dim**-0.5
 
     def run(module, layer, queries, keys, values):
@@ -153,6 +153,6 @@ def _score_bytes(inputs: Inputs, read: torch.Tensor, elements: int) -> int:
 
 def _plan_bytes(inputs: Inputs, planned: float) -> int:
     """Logits that ``planned`` kv heads read; the lists that a plan fills are empty before."""
-    for misses in (inputs.corrected, inputs.ahead):
+    for misses in (inputs.misses_now, inputs.misses_ahead):
         misses.clear()
     return int(planned * inputs.case.query_heads / inputs.case.kv_heads * inputs.num_pages * 4)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from sglang_freekv.kernels import Misses, Reads, reference
+from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, reference
 
 from benchmarks import profiles
 from sglang_freekv.config import PageBudget
@@ -52,15 +52,14 @@ class Layer:
 
     keys: torch.Tensor
     values: torch.Tensor
-    slot_pages: torch.Tensor
-    attended: torch.Tensor
+    tables: Tables
     previous: torch.Tensor
     digests: torch.Tensor
     queries: torch.Tensor
     new_keys: torch.Tensor
     new_values: torch.Tensor
-    turned: torch.Tensor
-    reads: Reads  # of kv heads that turned, as if a share were not there at first
+    corrected: torch.Tensor
+    reads: Reads  # those of corrected kv heads as if a share were not there at first
     logits: tuple[torch.Tensor, torch.Tensor]  # planned in turn, each makes ``new_pages`` of every kv head missing
 
 
@@ -76,7 +75,7 @@ class Inputs:
         order = torch.randperm(case.batch * self.num_pages, device=device) + 1
         self.page_table = order.to(torch.int32).view(case.batch, self.num_pages)
         self.counts = torch.zeros(self.num_rows, 3, dtype=torch.int64, device=device)
-        self.corrected, self.ahead = (Misses.allocate(1 << (22 if device == "cuda" else 16), device) for _ in range(2))
+        self.misses_now, self.misses_ahead = (Misses.allocate(1 << (22 if device == "cuda" else 16), device) for _ in range(2))
         layer_bytes = case.batch * case.kv_heads * case.capacity * case.unit_bytes
         count = min(32, max(2, -(-CACHED_BYTES // layer_bytes))) if device == "cuda" else 2
         self.layers = [self._layer() for _ in range(count)]
@@ -89,6 +88,9 @@ class Inputs:
         pages = self.host_memory.numel() // page
         return self.host_memory[: pages * page].view(pages, case.kv_heads, 2, case.page_size, case.head_dim)
 
+    def candidates(self, logits: torch.Tensor) -> Candidates:
+        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.case.budget, self.case.page_size)
+
     def draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=DTYPE, device=self.device)
 
@@ -98,23 +100,22 @@ class Inputs:
         previous = self.draw(self.num_rows, case.query_heads, case.head_dim)
         queries = previous[self.rows] + self.draw(case.batch, case.query_heads, case.head_dim) / 2  # a cosine near 0.9
         slot_pages = torch.full((self.num_rows, case.kv_heads, case.capacity), -1, dtype=torch.int32, device=device)
-        attended, logits = slot_pages.clone(), self._logits()
-        reference.seed_slots(logits[0], self.rows, self.seq_lens, case.budget, slot_pages, attended, case.page_size)
-        turned = torch.rand(case.batch, case.kv_heads, device=device) < CORRECTED
-        turned[0, 0] = True
-        present = torch.where(turned, case.budget.total - case.new_pages, case.budget.total).to(torch.int32)
+        tables, logits = Tables(slot_pages, slot_pages.clone()), self._logits()
+        reference.seed_slots(self.candidates(logits[0]), tables)
+        corrected = torch.rand(case.batch, case.kv_heads, device=device) < CORRECTED
+        corrected[0, 0] = True
+        present = torch.where(corrected, case.budget.total - case.new_pages, case.budget.total).to(torch.int32)
         return Layer(
             keys=self.draw(*slots),
             values=self.draw(*slots),
-            slot_pages=slot_pages,
-            attended=attended,
+            tables=tables,
             previous=previous,
             digests=self.draw(case.batch * self.num_pages + 1, case.kv_heads, 2, case.head_dim),
             queries=queries,
             new_keys=self.draw(case.batch, case.kv_heads, case.head_dim),
             new_values=self.draw(case.batch, case.kv_heads, case.head_dim),
-            turned=turned,
-            reads=Reads.of(self.rows, slot_pages, attended)._replace(present=present),
+            corrected=corrected,
+            reads=Reads.of(self.rows, *tables)._replace(present=present),
             logits=logits,
         )
 
@@ -156,24 +157,24 @@ def full_pages(inputs: Inputs, chunk: bool) -> list[Pages]:
     return found
 
 
-def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, early: bool, tolerance: float = 1e-4) -> torch.Tensor:
+def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, ahead_first: bool, tolerance: float = 1e-4) -> torch.Tensor:
     """Both plans of ``module`` on copies of a layer's tables; raises AssertionError on the first property that does not hold.
 
     Returns:
         ``[B, H]`` bool: kv heads whose pages are the reference's; others may be where weights all but tie.
     """
-    case, rows, turned = inputs.case, inputs.rows, layer.turned
+    case, rows, corrected = inputs.case, inputs.rows, layer.corrected
     outcome = []
     for plans in (module, reference):
-        tables, counts = (layer.slot_pages.clone(), layer.attended.clone()), inputs.counts.clone()
+        tables, counts = Tables(*(table.clone() for table in layer.tables)), inputs.counts.clone()
         reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
         misses = [Misses.allocate(1 << 16, inputs.device) for _ in range(2)]
-        where = (logits, rows, inputs.seq_lens, inputs.page_table, case.budget, turned, early, *tables)
-        plans.plan_pages(*where, reads, *misses, counts, case.page_size)
-        plans.plan_rest(*where, misses[1], counts, case.page_size)
-        outcome.append((tables[0][rows].long(), tables[1][rows].long(), reads, [each.columns() for each in misses], counts[rows]))
+        where = inputs.candidates(logits), corrected, tables
+        plans.plan_pages(*where, reads, *misses, counts, ahead_first=ahead_first)
+        plans.plan_rest(*where, misses[1], counts, ahead_first=ahead_first)
+        outcome.append((tables.slot_pages[rows].long(), tables.attended[rows].long(), reads, [each.columns() for each in misses], counts[rows]))
     (pages, attended, reads, (now, ahead), counts), (expected_pages, expected, expected_reads, _, expected_counts) = outcome
-    begins = turned & (inputs.seq_lens % case.page_size == 0)[:, None]
+    begins = corrected & (inputs.seq_lens % case.page_size == 0)[:, None]
 
     def marked(found: torch.Tensor) -> torch.Tensor:
         """``[B, H, P]`` which pages are in a list ``[B, H, N]`` of pages, -1 for none."""
@@ -195,25 +196,25 @@ def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, earl
     assert not ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(), "a page is in two slots"
     read, right = (marked(each.pages.where(each.slots >= 0, -1)) for each in (reads, expected_reads))
     chosen = listed(pages, attended)
-    check_choice(read, inputs.seq_lens, turned)
-    check_choice(chosen, inputs.seq_lens + 1, ~turned | begins)
-    assert torch.equal(chosen[turned & ~begins], read[turned & ~begins]), "the next step attends to other pages than this one"
-    before = layer.slot_pages[rows].long()
-    old = before.gather(2, layer.attended[rows].clamp(min=0).long()).where(layer.attended[rows] >= 0, -1)
-    assert torch.equal(read[~turned], marked(old)[~turned]), "what was selected a step ago is not attended to"
+    check_choice(read, inputs.seq_lens, corrected)
+    check_choice(chosen, inputs.seq_lens + 1, ~corrected | begins)
+    assert torch.equal(chosen[corrected & ~begins], read[corrected & ~begins]), "the next step attends to other pages than this one"
+    before = layer.tables.slot_pages[rows].long()
+    old = before.gather(2, layer.tables.attended[rows].clamp(min=0).long()).where(layer.tables.attended[rows] >= 0, -1)
+    assert torch.equal(read[~corrected], marked(old)[~corrected]), "what was selected a step ago is not attended to"
     slots = reads.slots.long() - (rows * case.capacity)[:, None, None]
     there = (before.gather(2, slots.clamp(0, case.capacity - 1)) == reads.pages) & (reads.slots >= 0)
     first = torch.arange(slots.shape[2], device=inputs.device) < reads.present[..., None]
-    assert torch.equal((there & first).sum(-1)[turned], reads.present.long()[turned]), "a list does not begin with what is there"
-    assert (reads.present[~turned] == slots.shape[2]).all(), "a list that was not planned is not whole"
+    assert torch.equal((there & first).sum(-1)[corrected], reads.present.long()[corrected]), "a list does not begin with what is there"
+    assert (reads.present[~corrected] == slots.shape[2]).all(), "a list that was not planned is not whole"
     assert torch.equal((reads.slots >= 0).sum(-1), read.sum(-1)), "a page is read twice"
 
     request = torch.full((inputs.num_rows,), -1, device=inputs.device).scatter_(0, rows, torch.arange(case.batch, device=inputs.device))
-    held = torch.full((*turned.shape, case.capacity + 1), -1, device=inputs.device)
+    held = torch.full((*corrected.shape, case.capacity + 1), -1, device=inputs.device)
     held = held.scatter_(2, slots.where(reads.slots >= 0, case.capacity), reads.pages.long())[..., :-1]
-    held = held.where(turned[..., None] & (held >= 0), before)  # between the two selections of a kv head that turned
+    held = held.where(corrected[..., None] & (held >= 0), before)  # between the two selections of a corrected kv head
     full = (inputs.seq_lens // case.page_size)[:, None, None]
-    for (host_pages, heads, into), was, table, planned in ((now, before, held, turned), (ahead, held, pages, ~turned | begins)):
+    for (host_pages, heads, into), was, table, planned in ((now, before, held, corrected), (ahead, held, pages, ~corrected | begins)):
         changed = int(((table != was) & (table < full))[planned].sum())
         assert len(into) == changed, f"{len(into)} units are to be recalled, expected {changed}"
         b, h, slot = request[into.long() // case.capacity], heads.long(), into.long() % case.capacity

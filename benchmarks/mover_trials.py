@@ -17,7 +17,7 @@ STAGED_TOKENS = 32768
 def append_tokens(inputs: Inputs) -> Trial:
     def run(kernel, layer, keys, values):
         new = (layer.new_keys, layer.new_values)
-        return kernel(*new, inputs.rows, inputs.seq_lens, inputs.page_table, layer.slot_pages, keys, values)
+        return kernel(*new, inputs.rows, inputs.seq_lens, inputs.page_table, layer.tables.slot_pages, keys, values)
 
     layer = inputs.layers[0]
     got, expected = ([layer.keys.clone(), layer.values.clone()] for _ in range(2))

@@ -2,7 +2,7 @@
 
 The real kernels run, so that their cost is real; then what they decided is overwritten:
 
-- the correction flags, so that a share ``corrected`` of the kv heads turns. The heads of one layer and step drift together: their
+- the correction flags, so that a share ``corrected`` of the kv heads is corrected. The heads of one layer and step drift together: their
   probability is drawn from a Beta distribution for each (request, layer, step), with the concentration of ``profiles.json``. That
   profile is of one model, DeepSeek-R1-Distill-Llama-8B, and every layer gets its mean over layers;
 - the logits of the pages, so that a share ``missed`` of the selected pages is new in each step. A page's score is a sum of three
@@ -117,11 +117,11 @@ class Replay(Policy):
             return needs_correction(
                 queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer
             )
-        turned = super().needs_correction(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
+        corrected = super().needs_correction(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
         drawn = drawn_flags(rows, steps, controls.thetas, layer)
-        turned = torch.where(controls.knobs[0] != 0, drawn, turned) & (rows > 0)[:, None]
-        counts[:, CORRECTED].index_add_(0, rows.long(), turned.sum(1))
-        return turned
+        corrected = torch.where(controls.knobs[0] != 0, drawn, corrected) & (rows > 0)[:, None]
+        counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))
+        return corrected
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, 
     batch, num_heads, head_dim = queries.shape
     group = num_heads // num_kv_heads
     assert queries.stride(2) == 1 and previous.is_contiguous() and counts.is_contiguous() and steps.stride(1) == 1
-    turned = torch.empty(batch, num_kv_heads, dtype=torch.bool, device=queries.device)
+    corrected = torch.empty(batch, num_kv_heads, dtype=torch.bool, device=queries.device)
     block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     _needs_correction[(batch, num_kv_heads)](
         queries,
         rows,
         previous,
         counts,
-        turned,
+        corrected,
         knobs,
         thetas,
         steps,
@@ -47,7 +47,7 @@ def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, 
         BLOCK_D=block_d,
         num_warps=min(4, max(1, block_g * block_d // 1024)),
     )
-    return turned
+    return corrected
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -56,9 +56,9 @@ def _needs_correction(
     p_rows,  # [B]
     p_previous,  # [R, Hq, D]
     p_counts,  # [R, COUNTS]
-    p_turned,  # [B, H]
+    p_corrected,  # [B, H]
     p_knobs,  # [2]: on, speed
-    p_thetas,  # quantiles of the share of kv heads that turn
+    p_thetas,  # quantiles of the share of corrected kv heads
     p_steps,  # [R, H]
     tau,
     stride_b,
@@ -77,7 +77,7 @@ def _needs_correction(
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     if row == 0:
-        tl.store(p_turned + i_b * H + i_h, row != 0)
+        tl.store(p_corrected + i_b * H + i_h, row != 0)
         return
     o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     mask = (o_g < G)[:, None] & (o_d < D)[None, :]
@@ -99,9 +99,9 @@ def _needs_correction(
     draw = _mix(_key(layer, row) + step.to(tl.uint32) * _GOLDEN)
     theta = tl.load(p_thetas + (draw >> THETA_SHIFT).to(tl.int32))
     drawn = (_mix(draw + (i_h + 1).to(tl.uint32) * _GOLDEN) >> 8).to(tl.float32) < theta * 16777216.0
-    turned = tl.where(tl.load(p_knobs) != 0, drawn, similarity < tau)
-    tl.store(p_turned + i_b * H + i_h, turned)
-    tl.atomic_add(p_counts + row * COUNTS + COLUMN, turned.to(tl.int64), mask=turned, sem="relaxed")
+    corrected = tl.where(tl.load(p_knobs) != 0, drawn, similarity < tau)
+    tl.store(p_corrected + i_b * H + i_h, corrected)
+    tl.atomic_add(p_counts + row * COUNTS + COLUMN, corrected.to(tl.int64), mask=corrected, sem="relaxed")
 
 
 def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, scale, knobs, layer) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the load replay draws: which kv heads turn, and how the scores of pages move; PyTorch twins of ``replay_kernels.py``.
+"""What the load replay draws: which kv heads are corrected, and how the scores of pages move; PyTorch twins of ``replay_kernels.py``.
 
     python -m benchmarks.replay_load        # calibrates, and prints the table SPEEDS
 """
@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """What to emulate.
 
     Args:
-        corrected: share of kv heads whose query turns, c.
+        corrected: share of corrected kv heads, c.
         missed: share of the selected pages that the step before did not select, x.
         candidates, selected: pages to choose from, and pages chosen, at the context that is measured.
     """
@@ -66,7 +66,7 @@ def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...]) -> floa
 
 
 def thetas_of(corrected: float) -> torch.Tensor:
-    """``[THETAS]`` quantiles of the share of kv heads that turn in a layer and step."""
+    """``[THETAS]`` quantiles of the share of corrected kv heads in a layer and step."""
     if not 0 < corrected < 1:
         return torch.full((THETAS,), float(corrected))
     from scipy.stats import beta

@@ -6,10 +6,11 @@ if __name__ == "kernels":  # the checkout root is on sys.path, and the caller wa
 
     hand_over()
 else:
+    from sglang_freekv.kernels.candidates import Candidates, Pooling, Tables
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.misses import Misses
     from sglang_freekv.kernels.reads import Reads
-    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box, Pooling
+    from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box
 
     allocate_shares = by_device("attend", "allocate_shares")
     append_tokens = by_device("append", "append_tokens")
@@ -38,11 +39,13 @@ else:
     __all__ = [
         "Box",
         "CORRECTED",
+        "Candidates",
         "HITS",
         "Misses",
         "Pooling",
         "RECALLED",
         "Reads",
+        "Tables",
         "allocate_shares",
         "append_tokens",
         "attend_pages",

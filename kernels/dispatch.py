@@ -20,7 +20,8 @@ def by_device(module: str, name: str) -> Callable:
 
     @wraps(on_cpu)
     def call(*args, **options):
-        if not args[index].is_cuda:
+        first = args[index]
+        if not (first[0] if isinstance(first, tuple) else first).is_cuda:
             return on_cpu(*args, **options)
         if not compiled:  # imported on the first call: Triton needs a GPU to compile for
             compiled.append(getattr(import_module(f"sglang_freekv.kernels.{module}"), name))

@@ -7,99 +7,87 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_freekv.config import MOST_SLOTS, PageBudget
+from sglang_freekv.config import MOST_SLOTS
+from sglang_freekv.kernels.candidates import Candidates, Tables
 from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.reference import HITS, RECALLED, Pooling
+from sglang_freekv.kernels.reference import HITS, RECALLED
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, compiled_for, heaviest, weigh_and_choose
 
 COMPARED = 16384  # (page, slot) pairs compared at once: at most 128 for each thread of the narrowest kernel, which has 4 warps
 
 
 def plan_pages(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    budget: PageBudget,
-    turned: torch.Tensor,
-    early: bool,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
+    candidates: Candidates,
+    corrected: torch.Tensor,
+    tables: Tables,
     reads: Reads,
-    corrected: Misses,
-    ahead: Misses,
+    misses_now: Misses,
+    misses_ahead: Misses,
     counts: torch.Tensor,
-    page_size: int,
-    pooling: Pooling = "softmax-mean",
+    *,
+    ahead_first: bool,
 ) -> None:
     """As reference.plan_pages; one program for each (request, kv head).
 
     The units of a list of misses come in no particular order. Units beyond its capacity are lost, though its length counts them.
     """
     assert all(x.is_contiguous() for x in reads)
-    where = logits, rows, seq_lens, page_table, budget, turned, early
-    _launch(*where, slot_pages, attended, reads, corrected, ahead, counts, page_size, pooling)
+    _launch(candidates, corrected, tables, reads, (misses_now, misses_ahead), counts, ahead_first)
 
 
 def plan_rest(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    budget: PageBudget,
-    turned: torch.Tensor,
-    early: bool,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
-    ahead: Misses,
-    counts: torch.Tensor,
-    page_size: int,
-    pooling: Pooling = "softmax-mean",
+    candidates: Candidates, corrected: torch.Tensor, tables: Tables, misses_ahead: Misses, counts: torch.Tensor, *, ahead_first: bool
 ) -> None:
     """As reference.plan_rest; a program with nothing to select ends at once."""
-    where = logits, rows, seq_lens, page_table, budget, turned, early
-    _launch(*where, slot_pages, attended, None, ahead, ahead, counts, page_size, pooling)
+    _launch(candidates, corrected, tables, None, (misses_ahead, misses_ahead), counts, ahead_first)
 
 
 def _launch(
-    logits, rows, seq_lens, page_table, budget, turned, early, slot_pages, attended, reads, corrected, ahead, counts, page_size, pooling
+    candidates: Candidates,
+    corrected: torch.Tensor,
+    tables: Tables,
+    reads: Reads | None,
+    misses: tuple[Misses, Misses],
+    counts: torch.Tensor,
+    ahead_first: bool,
 ) -> None:
-    num_requests, num_pages = page_table.shape
-    assert max(slot_pages.shape[2], attended.shape[2]) <= MOST_SLOTS
-    num_kv_heads = slot_pages.shape[1]
-    notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * attended.shape[2], dtype=torch.int32, device=logits.device)
-    compiled = compiled_for(logits, slot_pages, attended, budget, page_size, pooling)
+    """The plan before attention, or behind it without ``reads``. ``misses`` are the lists for this step and for the next."""
+    now, ahead = misses
+    (num_requests, num_pages), (_, num_kv_heads, capacity) = candidates.page_table.shape, tables.slot_pages.shape
+    num_attended, device = tables.attended.shape[2], candidates.logits.device
+    assert max(capacity, num_attended) <= MOST_SLOTS
+    notes = torch.empty(num_requests, num_kv_heads, num_pages + 2 * num_attended, dtype=torch.int32, device=device)
+    compiled = compiled_for(candidates, tables)
     _plan_pages[num_requests, num_kv_heads](
-        logits,
-        rows,
-        seq_lens,
-        page_table,
-        turned,
-        slot_pages,
-        attended,
+        candidates.logits,
+        candidates.rows,
+        candidates.seq_lens,
+        candidates.page_table,
+        corrected,
+        *tables,
         notes,
         *(reads or (None, None, None)),
-        corrected.length,
-        corrected.host_pages,
-        corrected.heads,
-        corrected.slots,
+        now.length,
+        now.host_pages,
+        now.heads,
+        now.slots,
         ahead.length,
         ahead.host_pages,
         ahead.heads,
         ahead.slots,
         counts,
         num_pages,
-        corrected.host_pages.shape[0],
+        now.host_pages.shape[0],
         ahead.host_pages.shape[0],
-        EARLY=early,
+        AHEAD_FIRST=ahead_first,
         REST=reads is None,
         HITS=HITS,
         RECALLED=RECALLED,
         A_PART=max(1, min(compiled["A_BLOCK"], COMPARED // compiled["C_BLOCK"])),
         **compiled,
-        **following(logits.device, closely=reads is not None),
+        **following(device, closely=reads is not None),
     )
 
 
@@ -109,7 +97,7 @@ def _plan_pages(
     p_rows,  # [B]
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
-    p_turned,  # [B, H]
+    p_corrected,  # [B, H]
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_notes,  # [B, H, P + 2 A] scratch that a program's threads share: weights of candidates, chosen pages, missing pages
@@ -128,7 +116,7 @@ def _plan_pages(
     P,
     M_NOW,
     M_AHEAD,
-    EARLY: tl.constexpr,
+    AHEAD_FIRST: tl.constexpr,
     REST: tl.constexpr,
     HITS: tl.constexpr,
     RECALLED: tl.constexpr,
@@ -154,13 +142,13 @@ def _plan_pages(
     let_next_in(FOLLOWS)
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
-    turned = tl.load(p_turned + i_b * H + i_h).to(tl.int32)
+    corrected = tl.load(p_corrected + i_b * H + i_h).to(tl.int32)
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     o_c, o_a = tl.arange(0, C_BLOCK), tl.arange(0, A_BLOCK)
     p_list = p_attended + (row * H + i_h) * A
     p_table = p_slot_pages + (row * H + i_h) * C
     if REST:
-        if (row <= 0) | ((turned == 0) & EARLY) | ((turned != 0) & (seq_len % S != 0)):
+        if (row <= 0) | ((corrected == 0) & AHEAD_FIRST) | ((corrected != 0) & (seq_len % S != 0)):
             return
     else:
         p_read_slots += (i_b * H + i_h) * A
@@ -170,19 +158,19 @@ def _plan_pages(
             tl.store(p_present, A)
             tl.store(p_read_slots + o_a, -1, mask=o_a < A)
             return
-        if turned == 0:  # not corrected: this step reads what the last one selected
+        if corrected == 0:  # not corrected: this step reads what the last one selected
             b_slot = tl.load(p_list + o_a, mask=o_a < A, other=-1)
             b_held = tl.load(p_table + b_slot, mask=b_slot >= 0, other=0)
             tl.store(p_present, A)
             tl.store(p_read_slots + o_a, tl.where(b_slot >= 0, (row * C).to(tl.int32) + b_slot, -1), mask=o_a < A)
             tl.store(p_read_pages + o_a, b_held, mask=o_a < A)
-            if not EARLY:
+            if not AHEAD_FIRST:
                 return
     p_group = p_logits + (i_b * H + i_h) * G * P
     p_weights = p_notes + (i_b * H + i_h) * (P + 2 * A)
     p_chosen, p_missing = p_weights + P, p_weights + P + A
     first_slot = (row * C).to(tl.int32)
-    ahead = 1 if REST else 1 - turned  # 1: select for the next step, whose context has one token more
+    ahead = 1 if REST else 1 - corrected  # 1: select for the next step, whose context has one token more
     num_pages = tl.cdiv(seq_len + ahead, S)
     b_page = tl.load(p_table + o_c, mask=o_c < C, other=-1)
     num_candidates = num_pages - WINDOW - SINK
@@ -246,12 +234,12 @@ def _plan_pages(
     tl.store(p_list + b_rank, o_c, mask=m_listed)
     tl.store(p_list + o_a, -1, mask=m_none)
     if not REST:
-        if turned != 0:
+        if corrected != 0:
             tl.store(p_present, num_kept)
             tl.store(p_read_slots + b_rank, first_slot + o_c, mask=m_listed)
             tl.store(p_read_slots + o_a, -1, mask=m_none)
             tl.store(p_read_pages + b_rank, tl.where(m_kept, b_page, b_incoming), mask=m_listed)
-    if turned != ahead:
+    if corrected != ahead:
         tl.atomic_add(p_counts + row * 3 + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 
 

@@ -11,6 +11,7 @@ Layouts (paper section 4.2): the device cache is NHD, ``[R * C, S, H, D]`` for k
 Row 0 is padding, and a request of that row is a padding request. Kernels skip it, and its attention output is zero.
 """
 
+from sglang_freekv.kernels.candidates import Pooling
 from sglang_freekv.kernels.reference_attention import (
     allocate_shares,
     attend_pages,
@@ -26,7 +27,6 @@ from sglang_freekv.kernels.reference_plan import (
     CORRECTED,
     HITS,
     RECALLED,
-    Pooling,
     needs_correction,
     plan_pages,
     plan_rest,

@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels.candidates import Candidates, Pooling, Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 
 HITS, RECALLED, CORRECTED = range(3)  # columns of counts
 FAINT = -3.0e38  # stands for the logarithm of 0, and is finite
-
-Pooling = Literal["softmax-mean", "mean", "max"]  # how a group's logits become the weight of a page
 
 
 def needs_correction(
@@ -79,28 +77,16 @@ def select_pages(
     return weights, order, chosen | fixed[:, None]
 
 
-def seed_slots(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    budget: PageBudget,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
-    page_size: int,
-    pooling: Pooling = "softmax-mean",
-) -> None:
-    """Start a row anew: select the pages of its first decode step, and give the slots that are left to the next best pages.
+def seed_slots(candidates: Candidates, tables: Tables) -> None:
+    """Start rows anew: select the pages of the first decode step, and give the slots that are left to the next best pages.
 
     Args:
-        logits: ``[B, Hq, P]`` float32 scores of ``reference.score_pages``.
-        rows: ``[B]`` row of each request.
-        seq_lens: ``[B]`` tokens of context. If the next token begins a page, that page gets a slot too.
-        slot_pages: ``[R, H, C]`` int32, written: logical page in each slot, in ascending order, then -1.
-        attended: ``[R, H, A]`` int32, written: slots of the pages to attend to, in ascending order, then -1.
-        budget, page_size, pooling: as in :func:`select_pages`.
+        candidates: of the contexts. If the next token begins a page, that page gets a slot too. The page table is not read.
+        tables: written: pages in ascending order, then -1; slots of the pages to attend to, in ascending order, then -1.
     """
+    (slot_pages, attended), rows, budget = tables, candidates.rows, candidates.budget
     num_kv_heads, capacity = slot_pages.shape[1:]
-    weights, order, required = select_pages(logits, seq_lens + 1, budget, num_kv_heads, page_size, pooling)
+    weights, order, required = _select(candidates, candidates.seq_lens + 1, num_kv_heads)
     extra = budget.selected + capacity - budget.total
     resident = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf")))
     real = rows > 0
@@ -112,21 +98,15 @@ def seed_slots(
 
 
 def plan_pages(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    budget: PageBudget,
-    turned: torch.Tensor,
-    early: bool,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
+    candidates: Candidates,
+    corrected: torch.Tensor,
+    tables: Tables,
     reads: Reads,
-    corrected: Misses,
-    ahead: Misses,
+    misses_now: Misses,
+    misses_ahead: Misses,
     counts: torch.Tensor,
-    page_size: int,
-    pooling: Pooling = "softmax-mean",
+    *,
+    ahead_first: bool,
 ) -> None:
     """Write what each kv head reads in this step: if it is corrected, the pages that it selects now, else those of the last selection.
 
@@ -134,27 +114,20 @@ def plan_pages(
     that are not required. The missing pages are put into these slots in ascending order.
 
     Args:
-        logits: ``[B, Hq, P]`` float32 scores of ``reference.score_pages``.
-        rows: ``[B]`` row of each request.
-        seq_lens: ``[B]`` tokens of context. A corrected kv head selects among the candidates of ``seq_lens`` tokens. A selection for the
-            next step is among those of ``seq_lens + 1``.
-        page_table: ``[B, P]`` logical page -> host page.
-        budget, page_size, pooling: as in :func:`select_pages`.
-        turned: ``[B, H]`` bool, True for a kv head that is corrected in this step.
-        early: kv heads that are not corrected select for the next step here instead of in :func:`plan_rest`. Their tables are then those
-            of the next step.
-        slot_pages: ``[R, H, C]`` int32, updated: logical page in each slot.
-        attended: ``[R, H, A]`` int32, updated: slots of the pages to attend to. Slots of resident pages come first, then those of missing
-            pages, both in ascending order, then -1.
+        candidates: a corrected kv head selects among the candidates of ``seq_lens`` tokens. A selection for the next step is among those
+            of ``seq_lens + 1``.
+        corrected: ``[B, H]`` bool, True for a kv head that is corrected in this step.
+        tables: updated. In ``attended`` slots of resident pages come first, then those of missing pages, both in ascending order, then -1.
         reads: written: what this step attends to.
-        corrected, ahead: lists that receive the units to recall for this step, and for the next. A page that is about to begin is never
-            among them.
+        misses_now, misses_ahead: lists that receive the units to recall for this step, and for the next. A page that is about to begin is
+            never among them.
         counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, the chosen pages that were resident. HITS counts the first selection of a
             kv head in a step.
+        ahead_first: kv heads that are not corrected plan ahead here, before attention, instead of in :func:`plan_rest`. Their tables are
+            then those of the next step.
     """
+    rows, (slot_pages, attended) = candidates.rows, tables
     real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
-    where = logits, rows, seq_lens, page_table, budget
-    written = slot_pages, attended, counts, page_size, pooling
     reads.slots.fill_(-1)
     reads.present.fill_(attended.shape[2])
 
@@ -164,59 +137,47 @@ def plan_pages(
         reads.pages[heads] = slot_pages[rows[b], h].gather(1, listed.clamp(min=0).long())
         reads.slots[heads] = (rows[b, None] * capacity + listed).where(listed >= 0, -1).to(torch.int32)
 
-    write_down((real & ~turned).nonzero(as_tuple=True))
-    now = (real & turned).nonzero(as_tuple=True)
-    reads.present[now] = _select_for(now, 0, *where, turned, corrected, *written)
+    others = (real & ~corrected).nonzero(as_tuple=True)
+    write_down(others)
+    now = (real & corrected).nonzero(as_tuple=True)
+    reads.present[now] = _select_for(now, 0, candidates, corrected, tables, misses_now, counts)
     write_down(now)
-    if early:
-        _select_for((real & ~turned).nonzero(as_tuple=True), 1, *where, turned, ahead, *written)
+    if ahead_first:
+        _select_for(others, 1, candidates, corrected, tables, misses_ahead, counts)
 
 
 def plan_rest(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    budget: PageBudget,
-    turned: torch.Tensor,
-    early: bool,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
-    ahead: Misses,
-    counts: torch.Tensor,
-    page_size: int,
-    pooling: Pooling = "softmax-mean",
+    candidates: Candidates, corrected: torch.Tensor, tables: Tables, misses_ahead: Misses, counts: torch.Tensor, *, ahead_first: bool
 ) -> None:
-    """Behind attention, select for the next step where :func:`plan_pages` did not.
+    """Behind attention, plan ahead where :func:`plan_pages` did not.
 
     A corrected kv head selects again if the next token begins a page; otherwise its candidates are the same. A kv head that is not
-    corrected selects here unless ``early``. Arguments as in :func:`plan_pages`.
+    corrected selects here unless ``ahead_first``. Arguments as in :func:`plan_pages`.
     """
-    begins = (seq_lens % page_size == 0)[:, None]
-    wanted = turned & begins if early else ~turned | begins
-    heads = ((rows > 0)[:, None] & wanted).nonzero(as_tuple=True)
-    _select_for(heads, 1, logits, rows, seq_lens, page_table, budget, turned, ahead, slot_pages, attended, counts, page_size, pooling)
+    begins = (candidates.seq_lens % candidates.page_size == 0)[:, None]
+    wanted = corrected & begins if ahead_first else ~corrected | begins
+    heads = ((candidates.rows > 0)[:, None] & wanted).nonzero(as_tuple=True)
+    _select_for(heads, 1, candidates, corrected, tables, misses_ahead, counts)
+
+
+def _select(candidates: Candidates, tokens: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`select_pages` among ``candidates`` as if the contexts had ``tokens [B]``."""
+    return select_pages(candidates.logits, tokens, candidates.budget, num_kv_heads, candidates.page_size, candidates.pooling)
 
 
 def _select_for(
     heads: tuple[torch.Tensor, torch.Tensor],
     more: int,
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_table: torch.Tensor,
-    budget: PageBudget,
-    turned: torch.Tensor,
+    candidates: Candidates,
+    corrected: torch.Tensor,
+    tables: Tables,
     misses: Misses,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
     counts: torch.Tensor,
-    page_size: int,
-    pooling: Pooling,
 ) -> torch.Tensor:
     """Select for the kv heads ``(b, h)`` with ``more`` tokens of context; returns ``[N]`` int32, how many of their pages were resident."""
-    (b, h), tokens, capacity = heads, seq_lens + more, slot_pages.shape[2]
-    weights, _, required = (x[heads] for x in select_pages(logits, tokens, budget, slot_pages.shape[1], page_size, pooling))
+    (b, h), (slot_pages, attended), budget, page_size = heads, tables, candidates.budget, candidates.page_size
+    rows, seq_lens, tokens, capacity = candidates.rows, candidates.seq_lens, candidates.seq_lens + more, slot_pages.shape[2]
+    weights, _, required = (x[heads] for x in _select(candidates, tokens, slot_pages.shape[1]))
     table = slot_pages[rows[b], h].long()
     page = table.clamp(0, required.shape[1] - 1)
     kept = required.gather(1, page) & (table >= 0)
@@ -233,11 +194,11 @@ def _select_for(
     attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
     recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
     i, slot = recalled.nonzero(as_tuple=True)
-    misses.extend(page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+    misses.extend(candidates.page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
 
     chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
     counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
-    counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * (turned[heads] != bool(more)))
+    counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * (corrected[heads] != bool(more)))
     return kept.sum(1, dtype=torch.int32)
 
 

@@ -3,36 +3,24 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels.reference import Pooling
+from sglang_freekv.kernels.candidates import Candidates, Tables
 from sglang_freekv.kernels.select import compiled_for, heaviest, weigh_and_choose
 
 
-def seed_slots(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seq_lens: torch.Tensor,
-    budget: PageBudget,
-    slot_pages: torch.Tensor,
-    attended: torch.Tensor,
-    page_size: int,
-    pooling: Pooling = "softmax-mean",
-) -> None:
+def seed_slots(candidates: Candidates, tables: Tables) -> None:
     """As reference.seed_slots; one program for each (request, kv head)."""
-    num_pages = logits.shape[2]
-    _seed_slots[rows.shape[0], slot_pages.shape[1]](
-        logits,
-        rows,
-        seq_lens,
-        slot_pages,
-        attended,
-        num_pages,
-        EXTRA=budget.selected + slot_pages.shape[2] - budget.total,
-        **compiled_for(logits, slot_pages, attended, budget, page_size, pooling),
+    budget, (_, num_kv_heads, capacity) = candidates.budget, tables.slot_pages.shape
+    _seed_slots[candidates.rows.shape[0], num_kv_heads](
+        candidates.logits,
+        candidates.rows,
+        candidates.seq_lens,
+        *tables,
+        candidates.logits.shape[2],
+        EXTRA=budget.selected + capacity - budget.total,
+        **compiled_for(candidates, tables),
     )
 
 

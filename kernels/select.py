@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels.reference import Pooling
+from sglang_freekv.kernels.candidates import Candidates, Tables
 
 # Weights are compared as integers of at least LIGHTEST. EXCLUDED takes no part in a choice.
 EXCLUDED = tl.constexpr(-(2**31))
@@ -19,28 +19,27 @@ FAINT = tl.constexpr(-3.0e38)  # as in reference_plan
 BLOCKS = (1024, 4096)  # a context with at most so many candidates takes a shorter path than the longest possible context
 
 
-def compiled_for(
-    logits: torch.Tensor, slot_pages: torch.Tensor, attended: torch.Tensor, budget: PageBudget, page_size: int, pooling: Pooling
-) -> dict[str, int | str | None]:
+def compiled_for(candidates: Candidates, tables: Tables) -> dict[str, Any]:
     """Constants and launch options for which a kernel that selects is compiled."""
-    block = triton.next_power_of_2(logits.shape[2])
-    group = logits.shape[1] // slot_pages.shape[1]
+    (_, num_heads, num_pages), (_, num_kv_heads, capacity) = candidates.logits.shape, tables.slot_pages.shape
+    budget, group, num_attended = candidates.budget, num_heads // num_kv_heads, tables.attended.shape[2]
+    block = triton.next_power_of_2(num_pages)
     return {
         "SINK": budget.sink,
         "SELECTED": budget.selected,
         "WINDOW": budget.window,
-        "H": slot_pages.shape[1],
+        "H": num_kv_heads,
         "G": group,
         "G_BLOCK": triton.next_power_of_2(group),
-        "POOLING": pooling,
-        "S": page_size,
-        "C": slot_pages.shape[2],
-        "A": attended.shape[2],
+        "POOLING": candidates.pooling,
+        "S": candidates.page_size,
+        "C": capacity,
+        "A": num_attended,
         "P_BLOCK": block,
         "P_FEW": min(block, BLOCKS[0]),
         "P_MANY": min(block, BLOCKS[1]),
-        "C_BLOCK": triton.next_power_of_2(slot_pages.shape[2]),
-        "A_BLOCK": triton.next_power_of_2(attended.shape[2]),
+        "C_BLOCK": triton.next_power_of_2(capacity),
+        "A_BLOCK": triton.next_power_of_2(num_attended),
         "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
         "maxnreg": 64 if block > 16384 else None,  # all that 32 warps can have; by itself the compiler takes fewer
     }

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_freekv.kernels import Tables
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -30,6 +32,10 @@ class LayerCache:
     def token_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as ``[R * C * S, H, D]``."""
         return self.keys.flatten(0, 1), self.values.flatten(0, 1)
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(self.slot_pages, self.attended)
 
 
 class DeviceCache:

@@ -19,7 +19,7 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.extend_plan import ExtendPlan
-from sglang_freekv.kernels import Misses, Reads
+from sglang_freekv.kernels import Candidates, Misses, Reads
 from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, CORRECTION
 from sglang_freekv.memory_pool.recall_clock import RecallClock
 from sglang_freekv.memory_pool.store import Store
@@ -40,8 +40,8 @@ def programs_ahead(requests: int) -> int:
     return 8 if requests <= 8 else 16
 
 
-def plans_early(requests: int) -> bool:
-    """Whether kv heads that are not corrected plan the next step before attention.
+def plans_ahead_first(requests: int) -> bool:
+    """Whether kv heads that are not corrected plan ahead before attention.
 
     With one or two requests most layers have no corrected kv head. Planning ahead then comes behind attention, which starts sooner.
     """
@@ -99,8 +99,8 @@ class Retrieval:
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
-        self.corrected = Misses.allocate(units, device)
-        self.ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
+        self.misses_now = Misses.allocate(units, device)
+        self.misses_ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
         self.clock = RecallClock(len(self.cache.layers), config.recall_timing, device) if config.recall_timing else None
 
     def decode(
@@ -133,38 +133,38 @@ class Retrieval:
 
         self.selection.submit(score)
         appended = self.appends.submit(append)
-        turned = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
-        reads = Reads.allocate(*turned.shape, self.cache.num_attended, turned.device)
+        corrected = policy.needs_correction(queries, rows, cache.previous_queries, self.counts, self.cache.num_kv_heads)
+        reads = Reads.allocate(*corrected.shape, self.cache.num_attended, corrected.device)
         attended, shares = (queries, cache.keys, cache.values, seq_lens, reads, scale), kernels.allocate_shares(queries, cache.keys, reads)
 
         def plan() -> None:
-            self._plan(layer, logits[0], batch, turned, reads)
+            self._plan(layer, logits[0], batch, corrected, reads)
 
         def correct() -> None:
             stamp = self._stamp(layer, CORRECTION)
-            self.recall(self.host.layers[layer], self.corrected, cache.keys, cache.values, CORRECTING_PROGRAMS, True, **stamp)
+            self.recall(self.host.layers[layer], self.misses_now, cache.keys, cache.values, CORRECTING_PROGRAMS, True, **stamp)
             kernels.attend_rest(*attended, shares)
 
         def verify() -> None:
-            self._verify(layer, self.corrected)
+            self._verify(layer, self.misses_now)
 
         def plan_rest() -> None:
-            self._plan_rest(layer, logits.pop(), batch, turned)
+            self._plan_rest(layer, logits.pop(), batch, corrected)
             self.in_flight[layer].append(self.transfers.submit(recall_ahead))
 
         def recall_ahead() -> None:
             programs, stamp = programs_ahead(len(rows)), self._stamp(layer, AHEAD)
-            self.recall(self.host.layers[layer], self.ahead[layer], cache.keys, cache.values, programs, **stamp)
-            self._verify(layer, self.ahead[layer])
+            self.recall(self.host.layers[layer], self.misses_ahead[layer], cache.keys, cache.values, programs, **stamp)
+            self._verify(layer, self.misses_ahead[layer])
 
         planned = self.selection.submit(plan)
-        corrected = self.selection.submit(correct)
+        correction = self.selection.submit(correct)
         if self.canary is not None:
             self.selection.submit(verify)  # behind the correction, because attention waits for that
         appended.wait()
         planned.wait()
         kernels.attend_present(*attended, shares, **self._stamp(layer, ATTENTION))
-        corrected.wait()
+        correction.wait()
         output = kernels.merge_shares(*shares, queries.dtype)
         self.in_flight[layer].append(self.selection.submit(plan_rest))
         return output
@@ -245,35 +245,20 @@ class Retrieval:
         if self.canary is not None:
             self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
 
-    def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor, reads: Reads) -> None:
-        """Write what this step attends to, and plan ahead for kv heads that are not corrected if ``plans_early``."""
-        kernels.plan_pages(
-            *self._where(logits, batch, turned),
-            *self._tables(layer),
-            reads,
-            self.corrected,
-            self.ahead[layer],
-            self.counts,
-            self.config.page_size,
-            self.policy.pooling,
-        )
+    def _plan(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, corrected: torch.Tensor, reads: Reads) -> None:
+        """Write what this step attends to, and plan ahead for kv heads that are not corrected if ``plans_ahead_first``."""
+        candidates, ahead_first = self._candidates(logits, batch), plans_ahead_first(len(batch.rows))
+        misses = self.misses_now, self.misses_ahead[layer]
+        kernels.plan_pages(candidates, corrected, self.cache.layers[layer].tables, reads, *misses, self.counts, ahead_first=ahead_first)
 
-    def _plan_rest(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor) -> None:
-        kernels.plan_rest(
-            *self._where(logits, batch, turned),
-            *self._tables(layer),
-            self.ahead[layer],
-            self.counts,
-            self.config.page_size,
-            self.policy.pooling,
-        )
+    def _plan_rest(self, layer: int, logits: torch.Tensor, batch: DecodeBatch, corrected: torch.Tensor) -> None:
+        candidates, ahead_first = self._candidates(logits, batch), plans_ahead_first(len(batch.rows))
+        misses = self.misses_ahead[layer]
+        kernels.plan_rest(candidates, corrected, self.cache.layers[layer].tables, misses, self.counts, ahead_first=ahead_first)
 
-    def _where(self, logits: torch.Tensor, batch: DecodeBatch, turned: torch.Tensor) -> tuple:
-        """The arguments that both plans share."""
-        return logits, batch.rows, batch.seq_lens, batch.page_table, self.config.pages, turned, plans_early(len(batch.rows))
-
-    def _tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cache.layers[layer].slot_pages, self.cache.layers[layer].attended
+    def _candidates(self, logits: torch.Tensor, batch: DecodeBatch) -> Candidates:
+        config = self.config
+        return Candidates(logits, batch.rows, batch.seq_lens, batch.page_table, config.pages, config.page_size, self.policy.pooling)
 
     def _seed(
         self,
@@ -285,18 +270,9 @@ class Retrieval:
         scale: float,
     ) -> None:
         """Fill the rows with the pages of the first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""
-        cache, config = self.cache.layers[layer], self.config
+        cache = self.cache.layers[layer]
         logits = self.policy.digests.score(queries, self.digests.layers[layer], batch, scale)
-        kernels.seed_slots(
-            logits,
-            batch.rows,
-            batch.seq_lens,
-            config.pages,
-            cache.slot_pages,
-            cache.attended,
-            config.page_size,
-            self.policy.pooling,
-        )
+        kernels.seed_slots(self._candidates(logits, batch), cache.tables)
         cache.previous_queries[batch.rows] = queries
         kernels.fill_pages(
             context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens, cache.slot_pages, cache.keys, cache.values

@@ -3,7 +3,7 @@
 It shares no code with the product. A server running in float32 is compared with it token by token.
 
 One decode step of one layer, with n tokens in the context including the one being decoded:
-    1. a kv head whose query turned since the previous step is corrected: it selects its pages now;
+    1. a kv head whose query is unlike that of the previous step is corrected: it selects its pages now;
     2. every other kv head uses the pages that the previous step selected for it;
     3. each kv head attends to sink + selected + window pages;
     4. every kv head selects its pages for the next step, among the candidates of n + 1 tokens.

@@ -89,7 +89,7 @@ def test_copies_off_counts_and_copies_nothing(monkeypatch):
     with mock.patch("sglang_freekv.kernels.recall_pages", side_effect=AssertionError("something was copied")):
         engine.run(12)
     assert engine.retrieval.counts[:, RECALLED].sum() > 0
-    assert all(misses.length.tolist()[:2] == [0, 0] for misses in [engine.retrieval.corrected, *engine.retrieval.ahead])
+    assert all(misses.length.tolist()[:2] == [0, 0] for misses in [engine.retrieval.misses_now, *engine.retrieval.misses_ahead])
 
 
 def test_a_control_file_takes_effect(tmp_path):
@@ -115,14 +115,14 @@ def test_the_kernels_are_their_twins(load, layer):
     queries, previous = torch.randn(4, H * G, D, device=DEVICE), torch.randn(R, H * G, D, device=DEVICE)
     steps, counts = torch.randint(9, (R, H), dtype=torch.int32, device=DEVICE), torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
     expected = [each.clone().cpu() for each in (previous, counts, steps)]
-    turned = replay_kernels.needs_correction(queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas, steps, layer)
+    corrected = replay_kernels.needs_correction(queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas, steps, layer)
 
     twins = Controls("cpu")
     twins.set(load)
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
     twin = Replay(Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
-    assert torch.equal(turned.cpu(), twin.needs_correction(queries.cpu(), rows.cpu(), *expected[:2], H))
+    assert torch.equal(corrected.cpu(), twin.needs_correction(queries.cpu(), rows.cpu(), *expected[:2], H))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
     real = rows[rows > 0].cpu()
     assert torch.equal(steps.cpu()[real], twins.steps[layer, :R, :H][real])

@@ -186,14 +186,14 @@ def test_decoding_equals_loops_over_tokens(tau, sink, window, kind):
         generation.step = []
         previous, query, keys, values = *queries[:, :, n - 2 : n].unbind(2), all_keys[:, :n], all_values[:, :n]
         output = generation.attend(0, query.reshape(-1, 1, dim), keys, values, scaling=SCALING, prefill=False)
-        turned = [bool(x < tau) for x in torch.cosine_similarity(query, previous, dim=-1).mean(-1)]
+        corrected = [bool(x < tau) for x in torch.cosine_similarity(query, previous, dim=-1).mean(-1)]
         now, speculated = attended_by_loops(query, keys, settings), attended_by_loops(previous, keys, settings)
-        expected = [now[head] if turned[head] else speculated[head] for head in range(heads)]
-        assert (generation.step[0].corrected, generation.step[0].attended) == (turned, expected)
+        expected = [now[head] if corrected[head] else speculated[head] for head in range(heads)]
+        assert (generation.step[0].corrected, generation.step[0].attended) == (corrected, expected)
         mask = torch.stack([torch.isin(torch.arange(n) // 4, torch.tensor(pages)) for pages in expected])[:, None]
         masked = F.scaled_dot_product_attention(query, keys, values, mask, scale=SCALING)
         torch.testing.assert_close(output.view_as(query), masked)
-        seen |= {*turned}
+        seen |= {*corrected}
     assert seen == FLAGS_SEEN[tau]
 
 

@@ -13,7 +13,7 @@ from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expe
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.retrieval import Retrieval, plans_early
+from sglang_freekv.retrieval import Retrieval, plans_ahead_first
 
 torch.set_num_threads(1)
 
@@ -51,9 +51,9 @@ def late_appends():
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream, late_appends], ids=["at once", "late", "appends late"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["planned early", "planned late"])
+@pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["ahead before attention", "ahead behind attention"])
 def test_decode_follows_the_paper(prompts, config, stream):
-    assert plans_early(len(prompts)) == (len(prompts) == 3)
+    assert plans_ahead_first(len(prompts)) == (len(prompts) == 3)
     engine = Engine(config, prompts=prompts, steps=17, stream=stream)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
     corrected = [0] * len(engine.requests)
@@ -97,7 +97,7 @@ def test_a_method_that_corrects_always_recalls_once(name, seed, stream):
                 expected, _ = expected_step(config, request, layer)
                 torch.testing.assert_close(output[index].view_as(expected), expected, atol=1e-5, rtol=1e-5)
         engine.retrieval.complete_all_transfers()
-        assert not any(misses.recalled[0] for misses in engine.retrieval.ahead)
+        assert not any(misses.recalled[0] for misses in engine.retrieval.misses_ahead)
     assert engine.retrieval.counts[:, RECALLED].sum() > 0
 
 

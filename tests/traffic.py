@@ -220,7 +220,7 @@ class Traffic(RuleBasedStateMachine):
         self.ran["rest"] += 1
         for layer in range(LAYERS):
             self.retrieval.complete_transfers(layer)
-        assert not any(misses.length[:2].any() for misses in (self.retrieval.corrected, *self.retrieval.ahead))
+        assert not any(misses.length[:2].any() for misses in (self.retrieval.misses_now, *self.retrieval.misses_ahead))
         assert self.retrieval.canary is None or not self.retrieval.canary.faults.any()
         self.retrieval.store.check_integrity(self.check_host_pages(), self.retrieval.policy)
         for request in self.running:

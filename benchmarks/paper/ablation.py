@@ -54,7 +54,7 @@ class System:
 
     @property
     def asks(self) -> bool:
-        """Whether the host must know which kv heads turned: where none is ahead all do."""
+        """Whether the host must know which kv heads are corrected: where none is ahead all are."""
         return self.speculation and not self.device_side
 
     def config(self, budget: int, page: int) -> FreeKVConfig:
@@ -157,7 +157,7 @@ def main() -> int:
     parser = arguments(__doc__, "paper-ablation-SHAPE", names)
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--corrected", type=float, default=CORRECTED[0.8], help="c: the share of kv heads whose query turns")
+    parser.add_argument("--corrected", type=float, default=CORRECTED[0.8], help="c: the share of corrected kv heads")
     parser.add_argument("--missed", type=float, default=MISSED, help="x: the share of the selected units that are missing")
     add_settings(parser, host_tokens=1 << 16)
     options = parser.parse_args()

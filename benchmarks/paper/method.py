@@ -24,7 +24,7 @@ class Work:
 
     Args:
         context, longest: tokens of each request, now and at most.
-        corrected: share of kv heads whose query turns in a step, c.
+        corrected: share of corrected kv heads in a step, c.
         missed: share of the selected pages that the step before did not select, x.
         copies: False copies nothing from the host: what is left is the step without the link.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from sglang_freekv.kernels import Candidates
 from sglang_freekv.memory_pool.device_cache import LayerCache
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
@@ -68,4 +69,5 @@ class Requests:
         if logits is None:
             heads = cache.previous_queries.shape[1]
             logits = torch.randn(*self.table.shape[:1], heads, self.table.shape[1], device=self.table.device)
-        kernels.seed_slots(logits, self.rows, self.seq_lens, config.pages, cache.slot_pages, cache.attended, config.page_size)
+        candidates = Candidates(logits, self.rows, self.seq_lens, self.table, config.pages, config.page_size)
+        kernels.seed_slots(candidates, cache.tables)

@@ -196,11 +196,11 @@ def test_a_window_attends_to_what_it_says(model, token_ids):
 
 def test_a_tally_counts_sequences_that_go_on_and_layers_where_the_method_acts():
     prompts = [SimpleNamespace(queries=torch.ones(2, 4, 1, 8), keys=torch.ones(2, 2, 1, 8))] * 2
-    tally, turned = Tally(2, dense_layers=1, watch_queries=True), torch.ones(2, 4, 8)
-    turned[:, :2] = -1  # those of kv head 0
+    tally, reversed_head = Tally(2, dense_layers=1, watch_queries=True), torch.ones(2, 4, 8)
+    reversed_head[:, :2] = -1  # those of kv head 0
     for _ in range(2):  # further prompts add to the same steps
         tally.begin(prompts)
-        for alive, query in ((torch.tensor([True, True]), turned), (torch.tensor([False, True]), turned)):
+        for alive, query in ((torch.tensor([True, True]), reversed_head), (torch.tensor([False, True]), reversed_head)):
             tally.add(0, query, Trace(torch.full((2, 2), 100)), alive)
             trace = Trace(torch.tensor([[1, 3], [5, 7]]), corrected=torch.tensor([[True, True], [False, True]]))
             tally.add(1, query, replace(trace, similarity=torch.tensor([[torch.nan, 0.5], [torch.nan, 0.5]])), alive)

@@ -375,13 +375,13 @@ def naive_louiskv(request, budget, method):
     for at in request.steps:
         query = request.queries[at]
         similarity = [mean([cosine(one, other) for one, other in zip(query[head], previous[head])]) for head in range(HEADS)]
-        turned = retrieved is None or mean(similarity) < method.tau
-        if turned and segment:
+        corrected = retrieved is None or mean(similarity) < method.tau
+        if corrected and segment:
             for head in range(HEADS):
                 units[head].append(segment)
                 index[head].append(request.keys[head, segment].mean(dim=0))
             segment = []
-        if turned:
+        if corrected:
             end, retrieved = at + 1 - budget.window, []
             for head in range(HEADS):
                 reach = [[token for token in unit if token < end] for unit in units[head]]
@@ -392,7 +392,7 @@ def naive_louiskv(request, budget, method):
         segment.append(at)
         previous = query
         pinned = {*range(budget.sink), *range(at + 1 - budget.window, at + 1)}
-        yield [pinned | each for each in retrieved], [turned] * HEADS, similarity
+        yield [pinned | each for each in retrieved], [corrected] * HEADS, similarity
 
 
 CASES = {

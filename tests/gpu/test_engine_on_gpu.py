@@ -462,7 +462,7 @@ def _without_waiting_for_the_plan(retrieval) -> None:
 
 
 def _without_waiting_for_the_correction(retrieval) -> None:
-    """The merge reads shares of kv heads that turned before they are written."""
+    """The merge reads shares of corrected kv heads before they are written."""
     retrieval.selection.submit = _unawaited(retrieval.selection.submit, "correct")
 
 

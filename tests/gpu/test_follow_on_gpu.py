@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import Misses, Reads, attend, plan, recall, score
+from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, attend, plan, recall, score
 from sglang_freekv.kernels.follow import can_follow
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def passes_on(FOLLOWS: tl.constexpr):
 
 
 class Correction:
-    """Score, plan, recall, the attention to what came and the merge of requests all of whose kv heads turned, one behind the other.
+    """Score, plan, recall, the attention to what came and the merge of requests whose kv heads are all corrected, one behind the other.
 
     The host pool is on the device, for nothing here asks for a link.
     """
@@ -41,34 +41,34 @@ class Correction:
         self.table = torch.stack([torch.randperm(PAGES, device="cuda") for _ in range(REQUESTS)]).int()
         self.digests = torch.randn(PAGES, H, 2, D, dtype=torch.bfloat16, device="cuda")
         self.host = torch.randn(PAGES, H, 2, S, D, dtype=torch.bfloat16, device="cuda")
-        self.turned = torch.ones(REQUESTS, H, dtype=torch.bool, device="cuda")
+        self.corrected = torch.ones(REQUESTS, H, dtype=torch.bool, device="cuda")
         self.counts = torch.zeros(REQUESTS + 1, 3, dtype=torch.int64, device="cuda")
 
     def run(self, between=lambda: None) -> list[torch.Tensor]:
         """What the kernels leave, with ``between`` them. All of them are given to the device before the first one begins, and what one
         writes for another held nonsense before."""
-        slot_pages, attended = torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda")
+        tables = Tables(*torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda"))
         keys, values = torch.zeros(2, (REQUESTS + 1) * SLOTS, S, H, D, dtype=torch.bfloat16, device="cuda")
         reads = Reads(*(tensor.zero_() for tensor in Reads.allocate(REQUESTS, H, SLOTS, torch.device("cuda"))))
         shares = attend.allocate_shares(self.queries, keys, reads)
         attending = self.queries, keys, values, self.lens, reads, D**-0.5, shares
         attend.attend_present(*attending)  # to nothing, as reads are
-        corrected, ahead = (Misses.allocate(REQUESTS * H * SLOTS, "cuda") for _ in range(2))
+        now, ahead = (Misses.allocate(REQUESTS * H * SLOTS, "cuda") for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(10_000_000)
         with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options)):
             logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, D**-0.5)
         between()
-        where = logits, self.rows, self.lens, self.table, BUDGET, self.turned, True, slot_pages, attended
-        plan.plan_pages(*where, reads, corrected, ahead, self.counts, S)
+        candidates = Candidates(logits, self.rows, self.lens, self.table, BUDGET, S)
+        plan.plan_pages(candidates, self.corrected, tables, reads, now, ahead, self.counts, ahead_first=True)
         between()
-        recall.recall_pages(self.host, corrected, keys, values, 64, closely=True)
+        recall.recall_pages(self.host, now, keys, values, 64, closely=True)
         between()
         attend.attend_rest(*attending)
         between()
         output = attend.merge_shares(*shares, self.queries.dtype)
         torch.cuda.synchronize()
-        return [slot_pages, attended, keys, values, output]
+        return [*tables, keys, values, output]
 
 
 @pytest.fixture(scope="module")

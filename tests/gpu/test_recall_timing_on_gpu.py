@@ -37,7 +37,7 @@ class TimedEngine(Engine):
         recall, attend = self.retrieval.recall, kernels.attend_present
 
         def recall_late(host_pool, misses, *args, **stamp) -> None:
-            if late == ("corrections" if misses is self.retrieval.corrected else "ahead"):
+            if late == ("corrections" if misses is self.retrieval.misses_now else "ahead"):
                 torch.cuda._sleep(LATE)
             recall(host_pool, misses, *args, **stamp)
 

@@ -73,11 +73,11 @@ def correct_both(queries, rows, previous, tau, num_kv_heads):
     counts = torch.randint(100, (len(previous), 3), device=DEVICE)
     got = [previous.clone(), counts.clone()]
     expected = [previous.clone(), counts.clone()]
-    turned = correction.needs_correction(queries, rows, got[0], tau, got[1], num_kv_heads)
-    assert turned.dtype == torch.bool
-    assert torch.equal(turned, reference.needs_correction(queries, rows, expected[0], tau, expected[1], num_kv_heads))
+    corrected = correction.needs_correction(queries, rows, got[0], tau, got[1], num_kv_heads)
+    assert corrected.dtype == torch.bool
+    assert torch.equal(corrected, reference.needs_correction(queries, rows, expected[0], tau, expected[1], num_kv_heads))
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    return turned, got[0], got[1] - counts
+    return corrected, got[0], got[1] - counts
 
 
 @SHAPES
@@ -89,34 +89,34 @@ def test_correction_flags_remembers_and_counts(H, G, D, dtype, index):
     distance = torch.tensor([0.5, 2], device=DEVICE).repeat(5)[:9]  # cosines about 0.9 and 0.45
     before[rows] = (queries + distance[:, None, None] * torch.randn_like(queries)).to(dtype)
     before[0] = torch.randn_like(before[0])
-    turned, previous, corrected = correct_both(wide(queries), rows, before, 0.7, H)
-    assert 0 < turned.sum() < 7 * H and not turned[rows == 0].any()
+    corrected, previous, added = correct_both(wide(queries), rows, before, 0.7, H)
+    assert 0 < corrected.sum() < 7 * H and not corrected[rows == 0].any()
     others = torch.ones(14, dtype=torch.bool, device=DEVICE).index_fill(0, rows[rows > 0].long(), False)
     assert torch.equal(previous[others], before[others]) and torch.equal(previous[rows[rows > 0]], queries[rows > 0])
-    assert corrected[:, reference.CORRECTED].sum() == turned.sum() and not corrected[:, : reference.CORRECTED].any()
+    assert added[:, reference.CORRECTED].sum() == corrected.sum() and not added[:, : reference.CORRECTED].any()
 
 
-@pytest.mark.parametrize("tau, flagged", [(1.1, True), (2, True), (-1.1, False), (0.9, False), (float("inf"), True)])
-def test_a_query_that_stays_is_corrected_only_where_tau_says_always(tau, flagged):
+@pytest.mark.parametrize("tau, expected", [(1.1, True), (2, True), (-1.1, False), (0.9, False), (float("inf"), True)])
+def test_a_query_that_stays_is_corrected_only_where_tau_says_always(tau, expected):
     queries = torch.randn(3, 6, 16, device=DEVICE)
-    turned, _, _ = correct_both(queries, torch.tensor([2, 4, 1], device=DEVICE), queries[[0, 2, 0, 0, 1]].clone(), tau, 2)
-    assert (turned == flagged).all()
+    corrected, _, _ = correct_both(queries, torch.tensor([2, 4, 1], device=DEVICE), queries[[0, 2, 0, 0, 1]].clone(), tau, 2)
+    assert (corrected == expected).all()
 
 
-@pytest.mark.parametrize("tau, flagged", [(0.01, True), (-0.01, False)])
-def test_a_query_of_zeros_has_cosine_zero(tau, flagged):
+@pytest.mark.parametrize("tau, expected", [(0.01, True), (-0.01, False)])
+def test_a_query_of_zeros_has_cosine_zero(tau, expected):
     queries, previous = torch.zeros(2, 4, 16, device=DEVICE), torch.randn(3, 4, 16, device=DEVICE)
     previous[2] = 0
-    turned, _, _ = correct_both(queries, torch.tensor([1, 2], device=DEVICE), previous, tau, 2)
-    assert (turned == flagged).all()
+    corrected, _, _ = correct_both(queries, torch.tensor([1, 2], device=DEVICE), previous, tau, 2)
+    assert (corrected == expected).all()
 
 
 def test_tiny_queries_are_clamped_as_torch_clamps_them():
     queries = torch.full((1, 2, 16), 1e-9, device=DEVICE)  # of norm 4e-9 < 1e-8: cosine 0.4 ** 2
     previous = queries.expand(2, -1, -1).clone()
-    for tau, flagged in ((0.161, True), (0.159, False)):
-        turned, _, _ = correct_both(queries, torch.tensor([1], device=DEVICE), previous, tau, 2)
-        assert (turned == flagged).all()
+    for tau, expected in ((0.161, True), (0.159, False)):
+        corrected, _, _ = correct_both(queries, torch.tensor([1], device=DEVICE), previous, tau, 2)
+        assert (corrected == expected).all()
 
 
 @SHAPES

@@ -11,6 +11,7 @@ import torch
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import plan, reference
+from sglang_freekv.kernels.candidates import Candidates, Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.seed import seed_slots
@@ -35,14 +36,18 @@ class State:
         self.attended = torch.full((R, H, budget.total), NEVER, dtype=torch.int32, device=DEVICE)
         self.reads = Reads.allocate(len(ROWS), H, budget.total, DEVICE)
         self.counts = torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
-        self.corrected, self.ahead = (Misses.allocate(len(ROWS) * H * budget.total, DEVICE) for _ in range(2))
+        self.misses_now, self.misses_ahead = (Misses.allocate(len(ROWS) * H * budget.total, DEVICE) for _ in range(2))
         self.empty()
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(self.slot_pages, self.attended)
 
     def empty(self) -> None:
         """Poison what a plan writes without having read it."""
         for tensor in self.reads:
             tensor.fill_(NEVER)
-        for misses in (self.corrected, self.ahead):
+        for misses in (self.misses_now, self.misses_ahead):
             misses.clear()
             for column in (misses.host_pages, misses.heads, misses.slots):
                 column.fill_(NEVER)
@@ -50,7 +55,7 @@ class State:
     def listed(self) -> list[set[tuple[int, ...]]]:
         """Units to be recalled for this step, and for the next."""
         found = []
-        for misses in (self.corrected, self.ahead):
+        for misses in (self.misses_now, self.misses_ahead):
             count = int(misses.length[0])
             for column in (misses.host_pages, misses.heads, misses.slots):
                 assert (column[count:] == NEVER).all()
@@ -68,9 +73,9 @@ class Sequences:
     """Requests that grow token by token, their logits, and calls with both."""
 
     def __init__(
-        self, lens, budget, capacity, size, group, pooling="softmax-mean", steps=STEPS, kind="ties", ids=torch.int64, early=True
+        self, lens, budget, capacity, size, group, pooling="softmax-mean", steps=STEPS, kind="ties", ids=torch.int64, ahead_first=True
     ) -> None:
-        self.budget, self.size, self.group, self.pooling, self.kind, self.early = budget, size, group, pooling, kind, early
+        self.budget, self.size, self.group, self.pooling, self.kind, self.ahead_first = budget, size, group, pooling, kind, ahead_first
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=ids, device=DEVICE)
         self.num_pages = (max(lens) + steps + size) // size
@@ -112,21 +117,23 @@ class Sequences:
         """``[B, 1]`` bool: the next token begins a page."""
         return (self.seq_lens % self.size == 0)[:, None]
 
+    def given(self, logits: torch.Tensor) -> Candidates:
+        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.budget, self.size, self.pooling)
+
     def seed(self, logits: torch.Tensor) -> None:
         for seeding, state in ((seed_slots, self.ours), (reference.seed_slots, self.theirs)):
-            seeding(logits, self.rows, self.seq_lens, self.budget, state.slot_pages, state.attended, self.size, self.pooling)
+            seeding(self.given(logits), state.tables)
 
-    def plan(self, module, state: State, logits: torch.Tensor, turned: torch.Tensor) -> None:
+    def plan(self, module, state: State, logits: torch.Tensor, corrected: torch.Tensor) -> None:
         """Both plans; what there is to each of them alone is asked for here."""
-        args = (logits, self.rows, self.seq_lens, self.page_table, self.budget, turned, self.early)
-        tables = state.slot_pages, state.attended
+        args, tables, order = (self.given(logits), corrected, state.tables), state.tables, {"ahead_first": self.ahead_first}
         before = [table.clone() for table in tables]
-        module.plan_pages(*args, *tables, state.reads, state.corrected, state.ahead, state.counts, self.size, self.pooling)
-        self.assert_only_of(REAL & (turned | self.early), tables, before)
-        before, reads, now = [table.clone() for table in tables], [part.clone() for part in state.reads], int(state.corrected.length[0])
-        module.plan_rest(*args, *tables, state.ahead, state.counts, self.size, self.pooling)
-        self.assert_only_of(REAL & (turned & self.begins | (~turned if not self.early else turned & False)), tables, before)
-        assert int(state.corrected.length[0]) == now and all(torch.equal(a, b) for a, b in zip(state.reads, reads))
+        module.plan_pages(*args, state.reads, state.misses_now, state.misses_ahead, state.counts, **order)
+        self.assert_only_of(REAL & (corrected | self.ahead_first), tables, before)
+        before, reads, now = [table.clone() for table in tables], [part.clone() for part in state.reads], int(state.misses_now.length[0])
+        module.plan_rest(*args, state.misses_ahead, state.counts, **order)
+        self.assert_only_of(REAL & (corrected & self.begins | (~corrected if not self.ahead_first else corrected & False)), tables, before)
+        assert int(state.misses_now.length[0]) == now and all(torch.equal(a, b) for a, b in zip(state.reads, reads))
 
     def assert_only_of(self, heads: torch.Tensor, tables: tuple[torch.Tensor, ...], before: list[torch.Tensor]) -> None:
         """Nothing but the rows of ``heads [B, H]`` differs from ``before``."""
@@ -135,9 +142,9 @@ class Sequences:
         for table, old in zip(tables, before):
             assert torch.equal(table[~touched], old[~touched])
 
-    def plan_both(self, logits: torch.Tensor, turned: torch.Tensor) -> None:
-        self.plan(plan, self.ours, logits, turned)
-        self.plan(reference, self.theirs, logits, turned)
+    def plan_both(self, logits: torch.Tensor, corrected: torch.Tensor) -> None:
+        self.plan(plan, self.ours, logits, corrected)
+        self.plan(reference, self.theirs, logits, corrected)
 
     def assert_alike(self) -> None:
         for name in ("slot_pages", "attended", "counts"):
@@ -145,8 +152,8 @@ class Sequences:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(self.ours.read(), self.theirs.read())), "reads"
         assert self.ours.listed() == self.theirs.listed()
 
-    def assert_read_is_sound(self, turned: torch.Tensor, before: dict[str, torch.Tensor], weights: torch.Tensor | None = None) -> None:
-        """Of a kv head that turned the best pages of now, else what was selected a step ago; the reference is not asked."""
+    def assert_read_is_sound(self, corrected: torch.Tensor, before: dict[str, torch.Tensor], weights: torch.Tensor | None = None) -> None:
+        """A corrected kv head reads the best pages of now, and another what was selected a step ago; the reference is not asked."""
         reads, budget = self.ours.reads, self.budget
         capacity = before["slot_pages"].shape[2]
         for b, h in product(range(len(ROWS)), range(H)):
@@ -160,7 +167,7 @@ class Sequences:
             own = [slot - ROWS[b] * capacity for slot in slots]
             assert len(set(pages)) == len(pages) == min(num_pages, budget.total) and all(0 <= page < num_pages for page in pages)
             assert len(set(own)) == len(own) and all(0 <= slot < capacity for slot in own)
-            if not turned[b, h]:
+            if not corrected[b, h]:
                 assert own == [slot for slot in before["attended"][ROWS[b], h].tolist() if slot != -1] and present == budget.total
                 assert pages == [old[slot] for slot in own]
                 continue
@@ -195,7 +202,7 @@ class Sequences:
         return {name: getattr(self.ours, name).clone() for name in ("slot_pages", "attended")}
 
 
-def turn(some: float = 0.5) -> torch.Tensor:
+def some_heads(some: float = 0.5) -> torch.Tensor:
     """``[B, H]`` bool; never of padding."""
     return (torch.rand(len(ROWS), H) < some).to(DEVICE) & (torch.tensor(ROWS, device=DEVICE) > 0)[:, None]
 
@@ -213,10 +220,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", ["ties", "distinct"])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("ahead_first", [True, False])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_sequences_go_as_with_the_reference(case, kind, early):
-    run = Sequences(**vars(case), kind=kind, ids=torch.int32 if kind == "ties" else torch.int64, early=early)
+def test_sequences_go_as_with_the_reference(case, kind, ahead_first):
+    run = Sequences(**vars(case), kind=kind, ids=torch.int32 if kind == "ties" else torch.int64, ahead_first=ahead_first)
     run.seed(run.logits())
     for name in ("slot_pages", "attended"):
         assert torch.equal(getattr(run.ours, name), getattr(run.theirs, name)), name
@@ -226,10 +233,10 @@ def test_sequences_go_as_with_the_reference(case, kind, early):
         run.seq_lens += 1
         for state in (run.ours, run.theirs):
             state.empty()
-        before, turned, logits = run.tables(), turn(0.4), run.logits()
-        run.plan_both(logits, turned)
+        before, corrected, logits = run.tables(), some_heads(0.4), run.logits()
+        run.plan_both(logits, corrected)
         run.assert_alike()
-        run.assert_read_is_sound(turned, before, run.weights(logits, False))
+        run.assert_read_is_sound(corrected, before, run.weights(logits, False))
         run.assert_sound(REAL, run.weights(logits, True))
         run.assert_only_of(REAL, tuple(run.tables().values()), list(before.values()))
         recalled += sum(len(units) for units in run.ours.listed())
@@ -242,12 +249,12 @@ def test_hits_and_what_is_recalled_are_all_that_the_first_selections_choose():
     for _ in range(STEPS):
         run.seq_lens += 1
         run.ours.empty()
-        before, turned = run.ours.counts.clone(), turn(0.4)
-        run.plan(plan, run.ours, run.logits(), turned)
-        again = (turned & run.begins)[torch.tensor([ROWS.index(unit[2] // 11) for unit in run.ours.listed()[1]], dtype=torch.long),
+        before, corrected = run.ours.counts.clone(), some_heads(0.4)
+        run.plan(plan, run.ours, run.logits(), corrected)
+        again = (corrected & run.begins)[torch.tensor([ROWS.index(unit[2] // 11) for unit in run.ours.listed()[1]], dtype=torch.long),
                                       torch.tensor([unit[1] for unit in run.ours.listed()[1]], dtype=torch.long)].sum()  # fmt: skip
         candidates = torch.stack([run.candidates(False).sum(-1), run.candidates(True).sum(-1)], -1).clamp(max=run.budget.selected)
-        chosen = torch.where(turned, candidates[:, :1], candidates[:, 1:])[REAL].sum()
+        chosen = torch.where(corrected, candidates[:, :1], candidates[:, 1:])[REAL].sum()
         added = (run.ours.counts - before)[ROWS].sum(0)
         assert added[reference.HITS] + added[reference.RECALLED] - again == chosen
 
@@ -265,7 +272,7 @@ def test_long_contexts_with_many_ties(size, capacity):
     run = Sequences([5000, 40, 900, 2100], PageBudget(16, 32, 16), capacity, size, 4, steps=2)
     run.seed(run.logits())
     run.seq_lens += 1
-    run.plan_both(run.logits(), turn())
+    run.plan_both(run.logits(), some_heads())
     run.assert_alike()
     assert min(len(units) for units in run.ours.listed()) > 20
 
@@ -280,9 +287,9 @@ def test_longest_contexts_without_ties(lens, size):
     run.seed(logits)
     run.assert_sound(REAL, run.weights(logits, True))
     run.seq_lens += 1
-    before, turned, logits = run.tables(), turn(), torch.randn_like(logits)
-    run.plan(plan, run.ours, logits, turned)
-    run.assert_read_is_sound(turned, before, run.weights(logits, False))
+    before, corrected, logits = run.tables(), some_heads(), torch.randn_like(logits)
+    run.plan(plan, run.ours, logits, corrected)
+    run.assert_read_is_sound(corrected, before, run.weights(logits, False))
     run.assert_sound(REAL, run.weights(logits, True))
 
 
@@ -298,13 +305,13 @@ def test_tables_stay_sound_whatever_the_logits(poison, share, pooling):
 
     run.seed(logits())
     run.assert_sound(REAL)
-    for turned in (REAL.contiguous(), turn()):
+    for corrected in (REAL.contiguous(), some_heads()):
         run.seq_lens += 1
         for state in (run.ours, run.theirs):
             state.empty()
         before = run.tables()
-        run.plan_both(logits(), turned)
-        run.assert_read_is_sound(turned, before)
+        run.plan_both(logits(), corrected)
+        run.assert_read_is_sound(corrected, before)
         run.assert_sound(REAL)
         run.ours.listed()
         if pooling != "softmax-mean":  # there what overflowed has no say, and nothing is left to rounding
@@ -320,16 +327,16 @@ def test_zeros_of_both_signs_tie(pooling):
     assert run.ours.slot_pages[REAL.new_tensor(ROWS, dtype=torch.long)][REAL].tolist() == [[0, 1, 2, 3, 4, 5, 14, 15]] * 6
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_kept_page_keeps_its_slot_and_the_missing_go_where_they_are_told(turned):
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_kept_page_keeps_its_slot_and_the_missing_go_where_they_are_told(corrected):
     run = Sequences([61, 9, 41, 18], PageBudget(2, 4, 2), 11, 4, 3)
     run.seed(run.logits())
     run.seq_lens += 1  # nobody's next token begins a page
     before = run.ours.slot_pages.clone()
-    run.plan(plan, run.ours, run.logits(), REAL & turned)
+    run.plan(plan, run.ours, run.logits(), REAL & corrected)
     moved, (now, ahead) = before != run.ours.slot_pages, run.ours.listed()
-    units = now if turned else ahead
-    assert not (ahead if turned else now)
+    units = now if corrected else ahead
+    assert not (ahead if corrected else now)
     kept = {(r, h, page) for r, h, c in (~moved).nonzero().tolist() if (page := int(before[r, h, c])) >= 0}
     b_of_row = {row: b for b, row in enumerate(ROWS)}
     for host_page, h, slot in units:
@@ -348,29 +355,29 @@ def test_nothing_is_recalled_into_what_is_there_already(capacity):
     for _ in range(STEPS):
         run.seq_lens += 1
         run.ours.empty()
-        turned = turn()
-        run.plan(plan, run.ours, run.logits(), turned)
+        corrected = some_heads()
+        run.plan(plan, run.ours, run.logits(), corrected)
         now, ahead = run.ours.listed()
         into = {(head, slot) for _, head, slot in now}
         for b, h in product(range(len(ROWS)), range(H)):
             slots = [slot for slot in run.ours.reads.slots[b, h].tolist() if slot != -1]
             assert into.isdisjoint((h, slot) for slot in slots[: int(run.ours.reads.present[b, h])])
-            assert turned[b, h] or into.isdisjoint((h, slot) for slot in slots)
+            assert corrected[b, h] or into.isdisjoint((h, slot) for slot in slots)
         both = into & {(head, slot) for _, head, slot in ahead}
         assert all(run.begins[ROWS.index(slot // capacity)] for _, slot in both)
         recalled += len(into)
     assert recalled
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_does_not_fit_a_list_is_not_written(turned):
+@pytest.mark.parametrize("corrected", [False, True])
+def test_what_does_not_fit_a_list_is_not_written(corrected):
     run = Sequences([61, 9, 41, 18], PageBudget(2, 4, 2), 8, 4, 3)
     run.seed(run.logits())
     run.seq_lens += 1
-    name = "corrected" if turned else "ahead"
+    name = "misses_now" if corrected else "misses_ahead"
     whole = getattr(run.ours, name)
     setattr(run.ours, name, Misses(whole.length, *(column[:3] for column in (whole.host_pages, whole.heads, whole.slots))))
-    run.plan(plan, run.ours, run.logits(), REAL & turned)
+    run.plan(plan, run.ours, run.logits(), REAL & corrected)
     assert whole.length[0] > 3
     for column in (whole.host_pages, whole.heads, whole.slots):
         assert (column[:3] >= 0).all() and (column[3:] == NEVER).all()
@@ -384,10 +391,10 @@ def test_pages_of_the_past_are_ranked_by_weight_and_then_by_slot_for_eviction():
     state, page_table = State(6, budget), torch.arange(10, 19, device=DEVICE)[None]
     state.reads = Reads.allocate(1, H, budget.total, DEVICE)
     state.slot_pages[1], state.attended[1] = torch.arange(6, device=DEVICE), torch.tensor([2, 4, 5], device=DEVICE)
-    turned = torch.tensor([[True, False]], device=DEVICE)
-    where = logits, one, one * 8, page_table, budget, turned, True, state.slot_pages, state.attended
-    plan.plan_pages(*where, state.reads, state.corrected, state.ahead, state.counts, 1)
-    plan.plan_rest(*where, state.ahead, state.counts, 1)
+    corrected = torch.tensor([[True, False]], device=DEVICE)
+    where = Candidates(logits, one, one * 8, page_table, budget, 1), corrected, state.tables
+    plan.plan_pages(*where, state.reads, state.misses_now, state.misses_ahead, state.counts, ahead_first=True)
+    plan.plan_rest(*where, state.misses_ahead, state.counts, ahead_first=True)
     assert state.reads.slots.tolist() == [[[6 + 3, 6 + 1, 6 + 4], [6 + 2, 6 + 4, 6 + 5]]]
     assert state.reads.pages.tolist() == [[[3, 6, 7], [2, 4, 5]]] and state.reads.present.tolist() == [[1, 3]]
     assert state.listed() == [{(16, 0, 7), (17, 0, 10)}, {(17, 1, 7)}]

@@ -9,7 +9,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import HITS, RECALLED, Misses, Pooling, Reads
+from sglang_freekv.kernels import HITS, RECALLED, Candidates, Misses, Pooling, Reads, Tables
 from sglang_freekv.kernels.reference import select_pages
 
 H, D, S = 2, 8, 4
@@ -63,32 +63,32 @@ def test_fill_copies_pages_and_leaves_what_lies_beyond_the_last_token():
     assert cache[:, [3, 5], :, 1].isnan().all()
 
 
-def _tables(rows: int, slots: int, attended: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((rows, H, slots), -1, dtype=torch.int32), torch.full((rows, H, attended), -1, dtype=torch.int32)
+def _tables(rows: int, slots: int, attended: int) -> Tables:
+    return Tables(*(torch.full((rows, H, width), -1, dtype=torch.int32) for width in (slots, attended)))
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("ahead_first", [True, False])
 @pytest.mark.parametrize("slots", [6, 9])
 @pytest.mark.parametrize("budget", [PageBudget(1, 3, 2), PageBudget(0, 5, 1), PageBudget(3, 1, 2)])
-def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, slots, early):
+def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, slots, ahead_first):
     """Two requests from a few tokens on, long enough for slots to run out many times."""
     rows, table = torch.tensor([2, 1]), torch.randperm(80).view(2, 40)
-    slot_pages, attended = _tables(4, slots, budget.total)
+    slot_pages, attended = tables = _tables(4, slots, budget.total)
     seq_lens, counts = torch.tensor([5, 30]), torch.zeros(4, 3, dtype=torch.int64)
-    corrected, ahead = (Misses.allocate(400, "cpu") for _ in range(2))
+    misses_now, misses_ahead = (Misses.allocate(400, "cpu") for _ in range(2))
     reads = Reads.allocate(2, H, budget.total, torch.device("cpu"))
-    kernels.seed_slots(torch.randn(2, 2 * H, 40), rows, seq_lens, budget, slot_pages, attended, S)
+    kernels.seed_slots(Candidates(torch.randn(2, 2 * H, 40), rows, seq_lens, table, budget, S), tables)
     twice = 0
     for step in range(100):
-        seq_lens, turned = seq_lens + 1, torch.rand(2, H) < 0.4
+        seq_lens, corrected = seq_lens + 1, torch.rand(2, H) < 0.4
         old, was, logits = slot_pages.clone(), attended.clone(), torch.randn(2, 2 * H, 40)
-        where = logits, rows, seq_lens, table, budget, turned, early, slot_pages, attended
-        kernels.plan_pages(*where, reads, corrected, ahead, counts, S)
-        assert bool(ahead.length[0]) <= early
-        kernels.plan_rest(*where, ahead, counts, S)
-        now, later = ({tuple(unit) for unit in torch.stack(misses.columns(), 1).tolist()} for misses in (corrected, ahead))
-        corrected.clear()
-        ahead.clear()
+        where = Candidates(logits, rows, seq_lens, table, budget, S), corrected, tables
+        kernels.plan_pages(*where, reads, misses_now, misses_ahead, counts, ahead_first=ahead_first)
+        assert bool(misses_ahead.length[0]) <= ahead_first
+        kernels.plan_rest(*where, misses_ahead, counts, ahead_first=ahead_first)
+        now, later = ({tuple(unit) for unit in torch.stack(misses.columns(), 1).tolist()} for misses in (misses_now, misses_ahead))
+        misses_now.clear()
+        misses_ahead.clear()
         expected_now, expected_later = set(), set()
 
         def moved(b: int, h: int, before: list[int], after: list[int], tokens: int) -> set[tuple[int, int, int]]:
@@ -112,7 +112,7 @@ def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, 
                 _, _, required = select_pages(logits, torch.full((2,), n + 1), budget, H, S)
                 listed = {after[slot] for slot in attended[row, h].tolist() if slot >= 0}
                 assert listed == set(required[b, h].nonzero().squeeze(1).tolist())
-                if not turned[b, h]:
+                if not corrected[b, h]:
                     assert list(read) == [slot for slot in was[row, h].tolist() if slot >= 0]
                     assert list(read.values()) == [before[slot] for slot in read] and reads.present[b, h] == budget.total
                     expected_later |= moved(b, h, before, after, n + 1)
@@ -135,8 +135,8 @@ def test_a_seed_fills_the_slots_that_are_left_with_the_next_best():
     budget = PageBudget(1, 2, 1)
     logits = torch.tensor([0.0, 3.0, 1.0, 5.0, 4.0, 2.0, 0.0, 0.0, 0.0, 0.0]).expand(1, H, 10)
     for slots, resident in ((4, [0, 3, 4, 6]), (6, [0, 1, 3, 4, 5, 6]), (8, [0, 1, 2, 3, 4, 5, 6, -1])):
-        slot_pages, attended = _tables(2, slots, 4)
-        kernels.seed_slots(logits, torch.tensor([1]), torch.tensor([6 * S + 1]), budget, slot_pages, attended, S)
+        slot_pages, attended = tables = _tables(2, slots, 4)
+        kernels.seed_slots(Candidates(logits, torch.tensor([1]), torch.tensor([6 * S + 1]), torch.zeros(1, 10), budget, S), tables)
         assert slot_pages[1].tolist() == [resident] * H and (slot_pages[0] == -1).all()
         assert slot_pages[1, 0, attended[1, 0].long()].tolist() == [0, 3, 4, 6]
 

@@ -22,7 +22,7 @@ POOLINGS = {
 
 @dataclass(frozen=True)
 class FreeKV:
-    """Each step attends to the pages that the step before selected; kv heads whose query turned select anew first (sections 3.2, 3.3).
+    """Each step attends to the pages that the step before selected; corrected kv heads select anew first (sections 3.2, 3.3).
 
     As this project's server does it: candidates are the full pages between sink and window; the selection behind a step is for the
     context of the next one; the first is made with the last prompt token's query.

@@ -16,7 +16,7 @@ from .pages import Context, Reader, grouped
 class InfiniGen:
     """Tokens whose speculated logit is near the largest, by a query made of the input of the layer before (section 4).
 
-    Query and key of a head are turned to the singular directions of its prompt's queries; logits are speculated with the columns of the
+    Query and key of a head are rotated to the singular directions of its prompt's queries; logits are speculated with the columns of the
     largest sum of |q| over the prompt. Every head fetches as many tokens as are above its largest logit less alpha in the mean over
     heads, its best ones, and the budget at most. The new token is attended to as well, and is part of the budget.
 

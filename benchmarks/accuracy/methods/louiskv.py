@@ -18,7 +18,7 @@ NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class LouisKV:
-    """Retrieval when the query turns; clusters of the prompt and segments of the output as units (sections 4.1, 4.2, appendix B).
+    """Retrieval when the query changes; clusters of the prompt and segments of the output as units (sections 4.1, 4.2, appendix B).
 
     A layer retrieves when the cosine between its query and the last step's, in the mean over all query heads, is below tau; between two
     such steps it reads what the first retrieved. Generated tokens from one such step to the next are a segment, whose index is the mean
@@ -78,17 +78,17 @@ class LouisKVCache:
         self.context.append(step)
         n, query = self.context.count, grouped(step.query, self.heads)
         cosines = similarity(query, self.previous)
-        turned = (cosines.mean(-1) < self.tau) | (self.segment < 0)
+        corrected = (cosines.mean(-1) < self.tau) | (self.segment < 0)
         fits = n - self.window - self.sink <= self.room
-        if fits or turned.any():
-            self.retrieved = torch.where((turned | fits)[:, None, None], self._retrieve(query), self.retrieved)
-            self._open(turned)
+        if fits or corrected.any():
+            self.retrieved = torch.where((corrected | fits)[:, None, None], self._retrieve(query), self.retrieved)
+            self._open(corrected)
         self._extend(step)
         tokens = torch.arange(n, device=query.device)
         pinned = torch.cat((tokens[: self.sink], tokens[max(self.sink, n - self.window) :])).expand(*cosines.shape, -1)
         read = torch.cat((pinned, self.retrieved), dim=-1)
         output, trace = self.reader.attend(step.query, read.clamp(min=0), read >= 0)
-        self.trace = replace(trace, corrected=turned[:, None].expand_as(cosines), similarity=cosines)
+        self.trace = replace(trace, corrected=corrected[:, None].expand_as(cosines), similarity=cosines)
         self.previous = query
         return output
 
@@ -101,9 +101,9 @@ class LouisKVCache:
         tokens = in_order(scores, self.unit.data[..., : end - self.sink])[..., : self.room] + self.sink
         return torch.nn.functional.pad(tokens, (0, self.room - tokens.shape[-1]), value=-1)
 
-    def _open(self, turned: torch.Tensor) -> None:
-        """Begin a segment in requests whose query turned."""
-        self.segment = self.segment + turned
+    def _open(self, corrected: torch.Tensor) -> None:
+        """Begin a segment in requests that retrieve."""
+        self.segment = self.segment + corrected
         if missing := self.clusters + int(self.segment.max()) + 1 - self.first.count:
             shape, device = (*self.first.data.shape[:2], missing), self.first.data.device
             self.sums.append(torch.zeros(*shape, self.sums.data.shape[-1], device=device))

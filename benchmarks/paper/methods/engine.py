@@ -17,7 +17,7 @@ TRIGGERED = {CORRECTED[0.8]: 1 / 5, CORRECTED[0.9]: 1 / 16}  # by FreeKV's share
 
 
 class OnTrigger(Retrieval):
-    """Selects for the kv heads that turned, and for them alone: the others keep the scores by which they last selected (LouisKV,
+    """Selects for the corrected kv heads alone: the others keep the scores by which they last selected (LouisKV,
     section 4.1)."""
 
     def __init__(self, *args, width: int, batch: int) -> None:
@@ -25,22 +25,22 @@ class OnTrigger(Retrieval):
         shape = batch, self.cache.layers[0].previous_queries.shape[1], width
         self.frozen = [torch.randn(shape, device=layer.keys.device) for layer in self.cache.layers]
 
-    def _plan(self, layer, logits, batch, turned, reads) -> None:
+    def _plan(self, layer, logits, batch, corrected, reads) -> None:
         frozen = self.frozen[layer]
-        torch.where(turned.repeat_interleave(logits.shape[1] // turned.shape[1], 1)[..., None], logits, frozen, out=frozen)
-        super()._plan(layer, frozen, batch, turned, reads)
+        torch.where(corrected.repeat_interleave(logits.shape[1] // corrected.shape[1], 1)[..., None], logits, frozen, out=frozen)
+        super()._plan(layer, frozen, batch, corrected, reads)
 
-    def _plan_rest(self, layer, logits, batch, turned) -> None:
-        super()._plan_rest(layer, self.frozen[layer], batch, turned)
+    def _plan_rest(self, layer, logits, batch, corrected) -> None:
+        super()._plan_rest(layer, self.frozen[layer], batch, corrected)
 
 
 class Asking(Replay):
-    """Tells the host which kv heads turned."""
+    """Tells the host which kv heads are corrected."""
 
     def needs_correction(self, *args) -> torch.Tensor:
-        turned = super().needs_correction(*args)
-        bool(turned.any())
-        return turned
+        corrected = super().needs_correction(*args)
+        bool(corrected.any())
+        return corrected
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         self.retrieval.counts.zero_()
 
     def traffic(self, steps: int) -> Traffic:
-        """Recall as it was counted. LouisKV need not read the digests of kv heads that did not turn, though a graph does."""
+        """Recall as it was counted. LouisKV need not read the digests of kv heads that are not corrected, though a graph does."""
         work = self.work
         scored = work.candidates * (self.corrected if self.on_trigger else 1)
         units = self.retrieval.row_counts(work.requests.rows)[:, RECALLED].sum().item() / steps

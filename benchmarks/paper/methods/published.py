@@ -44,7 +44,7 @@ class ArkValeCopies(Engine):
         self.retrieval.recall = self.recall
 
     def recall(self, host_pool: torch.Tensor, misses: Misses, *others) -> None:
-        if misses is self.retrieval.corrected:  # ahead there is nothing, and the host does not look
+        if misses is self.retrieval.misses_now:  # ahead there is nothing, and the host does not look
             (recall_slices if self.work.copies else wait_for)(host_pool, misses, *others)
 
 
