@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from sglang_freekv.launch.server import Server, free_port
 
-from benchmarks.needle import tasks
+from benchmarks.needle import tasks, weights
 from benchmarks.report import ROOT, Report, arguments, chosen, say, table
 from benchmarks.servers import words
 
-NEEDLE_MODEL = Path(__file__).parent / "needle" / "model"
 LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3
 NEW_TOKENS, CONCURRENCY = 16, 16
 FREEKV = {"--kv-retrieval": "freekv", "--freekv-host-memory": 6}
@@ -68,7 +67,7 @@ def main() -> int:
     wanted, report, asked = chosen(options), Report("bench_needle", options.out), questions()
     prompts = [prompt for _, prompt in asked]
     common = {
-        "--model-path": NEEDLE_MODEL, "--device": "cuda", "--dtype": "bfloat16", "--mem-fraction-static": 0.5, "--random-seed": 0,
+        "--model-path": weights.ready(), "--device": "cuda", "--dtype": "bfloat16", "--mem-fraction-static": 0.5, "--random-seed": 0,
         "--sampling-backend": "pytorch", "--max-running-requests": CONCURRENCY, "--max-total-tokens": 200_000,
     }  # fmt: skip
     answers, alone, rows = {}, {}, []

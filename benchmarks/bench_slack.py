@@ -13,7 +13,7 @@ from benchmarks.bench_decode import achieved
 from benchmarks.profiles import CORRECTED, MISSED
 from benchmarks.report import Report, arguments, chosen, say, table
 from benchmarks.servers import BenchServer, running
-from benchmarks.setups import NEEDLE_MODEL, Setup
+from benchmarks.setups import Setup
 
 SLACKS = (1, 1.5, 2, 4)
 TASKS = ("magic-number", "code-word", "multi-value")
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--questions", type=int, default=6, help="of each document")
     parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--needle-model", type=Path, default=NEEDLE_MODEL)
+    parser.add_argument("--needle-model", type=Path, default=Setup.needle_model)
     options = parser.parse_args()
     report, on_gpu = Report("bench_slack", options.out), options.device == "cuda"
     setup = Setup(

@@ -7,10 +7,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.needle import weights
 from benchmarks.replay_load import Load
 
 HERE = Path(__file__).resolve().parent
-NEEDLE_MODEL = HERE / "needle" / "model"
 SHAPES = tuple(sorted(path.stem for path in (HERE / "shapes").glob("*.json")))
 SYSTEMS = ("stock", "freekv", "copies-off")
 
@@ -41,7 +41,7 @@ class Setup:
     max_running: int = 16
     extra_stock: tuple[str, ...] = ()
     extra_freekv: tuple[str, ...] = ()
-    needle_model: Path = NEEDLE_MODEL
+    needle_model: Path = weights.MODEL
 
     @property
     def config_path(self) -> Path:
@@ -72,7 +72,7 @@ class Setup:
             "--context-length": self.context_length // self.scale,
         }
         if self.shape == "needle":
-            flags |= {"--model-path": self.needle_model}
+            flags |= {"--model-path": weights.ready(self.needle_model)}
         else:
             directory.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.config_path, directory / "config.json")

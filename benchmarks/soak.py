@@ -24,9 +24,9 @@ from unittest import mock
 import numpy as np
 from sglang_freekv.launch.server import Server, ServerFailed, free_port
 
-from benchmarks.needle import tasks
+from benchmarks.needle import tasks, weights
 from benchmarks.report import ROOT, Report, arguments, say, table
-from benchmarks.setups import NEEDLE_MODEL, words
+from benchmarks.setups import words
 
 TASKS, NEW_TOKENS, FILLER_TOKENS = ("magic-number", "code-word", "multi-value"), 16, 48
 LONG = {"max_new_tokens": 400, "ignore_eos": True}  # for who will not wait for the end
@@ -211,9 +211,10 @@ def main() -> int:
     options = parser.parse_args()
     report, rng = Report("soak", options.out), np.random.default_rng(options.seed)
     prompts = questions(rng, options.documents, options.questions, options.longest)
-    vocabulary = json.loads((NEEDLE_MODEL / "config.json").read_text())["vocab_size"]
+    model = weights.ready()
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     tokens = max(65536, 4 * options.longest)
-    common = {"--model-path": NEEDLE_MODEL, "--device": options.device, "--random-seed": 0, "--kv-retrieval": "freekv"}
+    common = {"--model-path": model, "--device": options.device, "--random-seed": 0, "--kv-retrieval": "freekv"}
     common |= {"--max-running-requests": 8, "--max-total-tokens": tokens, "--chunked-prefill-size": 2048}
     if options.device == "cpu":
         common |= {"--dtype": "float32", "--sleep-on-idle": True}

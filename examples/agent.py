@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plays an agent whose conversation grows by one tool result a turn. Each turn computes only its new tokens.
 
-Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
+Run: python -m benchmarks.needle.weights
+     python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
      python -m examples.agent [--url http://127.0.0.1:30000]
 Expect: right answers. The prompt grows, but the number of computed tokens stays about the same.
 """

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long documents, questions about them with known answers, and the lines that the other examples print about an answer."""
 
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.needle.tasks import Document, Fact, make_document
-
-MODEL = str(Path(__file__).resolve().parents[1] / "benchmarks" / "needle" / "model")
 
 KINDS = ("magic-number", "code-word")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forks an SGLang program over one shared document. All questions run at once, and the document is computed once.
 
-Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
+Run: python -m benchmarks.needle.weights
+     python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
      python -m examples.frontend_fork [--url http://127.0.0.1:30000]
 Expect: a right answer from every branch. Each finds the document in the prefix cache.
 """

@@ -10,12 +10,13 @@ import argparse
 import sglang as sgl
 from transformers import AutoTokenizer
 
-from examples.documents import MODEL, describe, judge, question_about, write_document
+from benchmarks.needle.weights import ready
+from examples.documents import describe, judge, question_about, write_document
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-path", default=MODEL)
+    parser.add_argument("--model-path", help="default: the bundled needle model")
     parser.add_argument("--budget", type=int, default=512, help="tokens that a decode step reads per request and kv head")
     parser.add_argument("--host-memory", type=float, help="GiB for the KV cache (default: a share of what the machine has)")
     parser.add_argument("--documents", type=int, default=4)
@@ -23,14 +24,15 @@ def main() -> None:
     arguments = parser.parse_args()
 
     written = [write_document(seed, arguments.tokens, questions=1) for seed in range(arguments.documents)]
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_path)
+    model = arguments.model_path or str(ready())
+    tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [
         tokenizer.apply_chat_template([question_about(document.text, fact.question)], add_generation_prompt=True, return_dict=False)
         for document, (fact,) in written
     ]
 
     engine = sgl.Engine(
-        model_path=arguments.model_path,
+        model_path=model,
         kv_retrieval="freekv",
         freekv_budget=arguments.budget,
         freekv_host_memory=arguments.host_memory,

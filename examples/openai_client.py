@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks two questions about one long document through the OpenAI API. The second finds the document in the prefix cache.
 
-Run: python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
+Run: python -m benchmarks.needle.weights
+     python -m sglang.launch_server --kv-retrieval freekv --model-path benchmarks/needle/model --freekv-budget 512
      python -m examples.openai_client [--url http://127.0.0.1:30000]
 Expect: two right answers. The first token of the second answer comes sooner.
 """

@@ -36,6 +36,12 @@ def say(text: str) -> None:
     print(f"demo: {text}", flush=True)
 
 
+def unpack_weights() -> None:
+    from benchmarks.needle.weights import ready  # as below: of the checkout, and not of the installed package
+
+    ready()
+
+
 def load_prompts() -> list:
     """One prompt for each of ``QUESTIONS``, all about the same document."""
     from benchmarks.needle.tasks import make_document
@@ -110,6 +116,7 @@ def main() -> int:
     say(f"starting SGLang with KV retrieval on {torch.cuda.get_device_name() if on_gpu else 'the CPU'}")
     server = keep = None
     try:
+        unpack_weights()
         port = free_port() if arguments.port is None else ensure_free(arguments.port)
         server = Server([*FLAGS, *(FLAGS_ON_GPU if on_gpu else FLAGS_ON_CPU)], port, LOG, ROOT)
         passed = run(server)

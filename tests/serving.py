@@ -14,8 +14,10 @@ from unittest import mock
 from sglang_freekv.launch.server import Server, free_port
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
+from benchmarks.needle import weights
+
 ROOT = Path(__file__).resolve().parent.parent
-NEEDLE_MODEL = ROOT / "benchmarks" / "needle" / "model"
+NEEDLE_MODEL = weights.ready()
 NEEDLE_CONFIG = json.loads((NEEDLE_MODEL / "config.json").read_text())
 LAYERS, KV_HEADS, HEAD_DIM = (NEEDLE_CONFIG[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 

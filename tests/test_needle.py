@@ -1,11 +1,18 @@
 """The needle model and its prompts: exact lengths, answers that are there, answers that are right."""
 
+import hashlib
+import lzma
+import os
+import re
+import subprocess
+
 import numpy as np
 import pytest
 
-from benchmarks.needle import corpus, tasks
+from benchmarks.needle import corpus, tasks, weights
 
-MODEL = corpus.HERE / "model"
+MODEL = weights.MODEL
+SECOND = {"model-00001-of-00002.safetensors": 13904056, "model-00002-of-00002.safetensors": 6164720}  # bytes
 
 
 def random(seed):
@@ -118,3 +125,35 @@ def test_model_answers(transformers):
         )[:, token_ids.shape[1] :].tolist()
     right = sum(prompt.is_answered_by(output) for prompt, output in zip(prompts, outputs))
     assert right >= len(prompts) - 1
+
+
+def test_packed_weights_are_unpacked_and_held_to_their_digests(tmp_path):
+    file, packed = tmp_path / "model.safetensors", tmp_path / "model.safetensors.xz"
+    packed.write_bytes(lzma.compress(b"weights"))
+    assert weights.ready(tmp_path) == tmp_path and not file.exists()  # nothing says that they are kept packed
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'weights').hexdigest()}  {file.name}\n")
+    weights.ready(tmp_path)
+    assert file.read_bytes() == b"weights"
+    file.write_bytes(b"of an earlier model")
+    weights.ready(tmp_path)
+    assert file.read_bytes() == b"weights" and len(list(tmp_path.iterdir())) == 3
+    file.unlink()
+    for content, found in ((lzma.compress(b"other weights"), "expected content of SHA256SUMS's"), (b"damaged", "expected a file packed by xz")):
+        packed.write_bytes(content)
+        with pytest.raises(ValueError, match=found):
+            weights.ready(tmp_path)
+        assert not file.exists()
+
+
+def test_the_second_model_comes_back_from_the_history(tmp_path):
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", corpus.HERE, *words], capture_output=True, text=True).stdout.strip()
+
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("no whole history to look in")
+    [command] = re.findall(r"git restore --source .*", (corpus.HERE / "README.md").read_text())
+    elsewhere = {"GIT_DIR": git("rev-parse", "--absolute-git-dir"), "GIT_WORK_TREE": str(tmp_path), "GIT_INDEX_FILE": str(tmp_path / "index")}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=os.environ | elsewhere, check=True, timeout=60)
+    found = tmp_path / "benchmarks" / "needle" / "model-gqa-4"
+    assert {path.name: path.stat().st_size for path in found.glob("*.safetensors")} == SECOND
+    assert (found / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()

@@ -3,7 +3,6 @@
 import functools
 import math
 import random
-from pathlib import Path
 
 import oracle
 import pytest
@@ -12,7 +11,8 @@ import torch.nn.functional as F
 from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-NEEDLE_MODEL = Path(__file__).parents[1] / "benchmarks" / "needle" / "model"
+from benchmarks.needle import weights
+
 ALWAYS, SOMETIMES, NEVER = 1.5, 0.6, -1.5  # tau
 FLAGS_SEEN = {ALWAYS: {True}, SOMETIMES: {True, False}, NEVER: {False}}
 
@@ -251,8 +251,8 @@ FACTS = {"silver garden": "430041", "winter market": "807256", "paper engine": "
 
 @pytest.fixture(scope="module")
 def needle():
-    model = AutoModelForCausalLM.from_pretrained(NEEDLE_MODEL, dtype=torch.float32)
-    return model, functools.partial(AutoTokenizer.from_pretrained(NEEDLE_MODEL).encode, add_special_tokens=False)
+    model = AutoModelForCausalLM.from_pretrained(weights.MODEL, dtype=torch.float32)
+    return model, functools.partial(AutoTokenizer.from_pretrained(weights.MODEL).encode, add_special_tokens=False)
 
 
 def needle_prompt(length, subject):

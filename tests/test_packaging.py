@@ -116,6 +116,14 @@ def test_what_is_imported_is_declared():
     assert imported("benchmarks", "examples", "tests") <= declared | {canonicalize_name(Requirement(text).name) for text in extras}
 
 
+def test_the_tree_is_small_enough_to_be_moved():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no repository to ask")
+    sizes = {name: (ROOT / name).lstat().st_size for name in filter(None, listed.stdout.split("\0")) if (ROOT / name).exists()}
+    assert sum(sizes.values()) <= 30 << 20, sorted(sizes, key=sizes.get)[-10:]
+
+
 def test_files_that_the_sources_name_exist():
     sources = [file.read_text() for directory in DIRECTORIES.values() for file in (ROOT / directory).glob("*.py")]
     named = {name for text in sources for name in re.findall(r"\b(?:benchmarks|docs)/[\w./-]+\.\w+\b", text)}

@@ -19,10 +19,9 @@ import numpy as np
 
 from benchmarks.accuracy.method import Budget
 from benchmarks.accuracy.rows import DENSE
-from benchmarks.needle import tasks
+from benchmarks.needle import tasks, weights
 from benchmarks.report import Report
 
-NEEDLE_MODEL = Path(__file__).resolve().parents[1] / "needle" / "model"
 LENGTHS, BUDGETS = (1024, 2048, 4096, 8192, 16384), (256, 512, 1024)
 SLACK_TOKENS = 8  # an answer may be longer than the right one, by so many tokens
 EDGE_BYTES = 1 << 20
@@ -95,7 +94,7 @@ def model_digest(model: Path) -> str:
 
 def ensure_tokenizer(model: Path) -> None:
     """Raise ValueError unless the prompts' token ids mean the same to the model."""
-    if (model / "tokenizer.json").read_bytes() != (NEEDLE_MODEL / "tokenizer.json").read_bytes():
+    if (model / "tokenizer.json").read_bytes() != (weights.MODEL / "tokenizer.json").read_bytes():
         raise ValueError(f"--model {model}: expected the tokenizer of needle/model, in which the prompts are made; train with that")
 
 
@@ -110,7 +109,7 @@ def open_report(half: str, dtype: str, options: argparse.Namespace) -> tuple[Rep
     Raises:
         ValueError: it has results of another model, which would end up in one table with these.
     """
-    ensure_tokenizer(options.model)
+    ensure_tokenizer(weights.ready(options.model))
     digest, report = model_digest(options.model), Report(f"{options.name}-{half}", options.out)
     if others := {result["model"] for result in report.results.values()} - {digest}:
         raise ValueError(f"{report.path} is of model {', '.join(sorted(others))}, and this is {digest}: use another --name or --out")
@@ -120,7 +119,7 @@ def open_report(half: str, dtype: str, options: argparse.Namespace) -> tuple[Rep
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that both halves take."""
-    parser.add_argument("--model", type=Path, default=NEEDLE_MODEL, help="checkpoint")
+    parser.add_argument("--model", type=Path, default=weights.MODEL, help="checkpoint")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="TOKENS", help="of a prompt")
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS), metavar="TOKENS", help="sink and window included")

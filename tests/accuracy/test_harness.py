@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +14,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.tally import Tally
-from benchmarks.needle import tasks
+from benchmarks.needle import tasks, weights
 
-NEEDLE_MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "needle" / "model"
 BUDGET, LAYERS, PROMPT, NEW = Budget(24, sink=4, window=16, page=4), 3, 61, 12
 FAMILIES = {  # model type, query heads, kv heads, head_dim, more
     "llama": ("llama", 4, 2, 16, {}),
@@ -101,7 +99,7 @@ def model(request) -> OfflineModel:
 
 @pytest.fixture(scope="module")
 def needle() -> OfflineModel:
-    return OfflineModel(NEEDLE_MODEL)
+    return OfflineModel(weights.MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from benchmarks.accuracy.methods.razor import RazorAttention, comparable_share
 from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.rows import Row, Rows
+from benchmarks.needle import weights
 
 PROMPTS = 40
 
@@ -103,7 +104,7 @@ def test_a_quarter_of_the_budget_is_sink_and_one_is_window(total, sink, window):
 
 @pytest.fixture(scope="module")
 def needle() -> OfflineModel:
-    return OfflineModel(grid.NEEDLE_MODEL)
+    return OfflineModel(weights.MODEL)
 
 
 @pytest.mark.parametrize("total, tokens", [(256, 16384), (512, 2048), (1024, 2048), (1024, 900)])
