@@ -31,6 +31,8 @@ ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave i
 PADDED = "with it SGLang pads a prefill to a multiple of --tp-size tokens, and FreeKV stores no padding; leave it out, " + OFF
 NOT_MIXED = "full layers beside others are not served yet"
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
+NO_DP_ATTENTION = f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"
+ONE_KERNEL = f"it computes whole steps, and their attention reads KV on the GPU; leave it out, {OFF}"
 
 
 LEAST_PAGES = 4
@@ -38,7 +40,7 @@ COUNTS = "context_length", "nnodes"  # SGLang accepts numbers below 1 for them, 
 
 
 class Flag(NamedTuple):
-    """An option of SGLang, the values that FreeKV works with, and the reason and remedy for all others."""
+    """An option of SGLang, which some releases may lack; the values that FreeKV works with; the reason and remedy for all others."""
 
     name: str
     allowed: tuple
@@ -57,24 +59,33 @@ FLAGS = (
     Flag("attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
     Flag("prefill_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
     Flag("decode_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
+    Flag("enable_lean_attention", (None, False), OWN_BACKEND),
+    Flag("enable_nvidia_megakernel", (False,), ONE_KERNEL),
+    Flag("enable_amd_monokernel", (False,), ONE_KERNEL),
     Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV does not quantise KV so far; use --kv-cache-dtype auto"),
     Flag("speculative_algorithm", (None,), f"it verifies several tokens at once, and FreeKV retrieves pages for one; leave it out, {OFF}"),
     Flag("disaggregation_mode", ("null",), ON_HOST),
+    Flag("disaggregation_decode_host_receive_threshold", (1,), ON_HOST),
+    Flag("enable_pd_role_switch", (False,), ON_HOST),
     Flag("enable_hierarchical_cache", (False,), ON_HOST),
     Flag("enable_lmcache", (False,), ON_HOST),
     Flag("enable_flexkv", (False,), ON_HOST),
+    Flag("enable_unified_cache_external_linker", (False,), ON_HOST),
     Flag("radix_cache_backend", (None,), ON_HOST),
     Flag("kv_canary", ("none",), ON_HOST),
     Flag("enable_hisparse", (False,), f"it retrieves KV itself, for natively sparse models; leave it out, {OFF}"),
     Flag("enable_mixed_chunk", (False,), "prefill and decode read KV from different places and share no batch; leave it out"),
     Flag("pp_size", (1,), f"pipeline parallelism is not supported so far; use --tp-size, {OFF}"),
-    Flag("enable_dp_attention", (False,), f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"),
+    Flag("enable_dp_attention", (False,), NO_DP_ATTENTION),
+    Flag("attn_dp_size", (1,), NO_DP_ATTENTION),
     Flag("attn_cp_size", (1,), ONE_RANK),
     Flag("dcp_size", (1,), ONE_RANK),
     Flag("dwdp_size", (1,), f"not supported so far; use --tp-size, {OFF}"),
     Flag("enable_prefill_cp", (False,), ONE_RANK),
     Flag("enable_prefill_context_parallel", (False,), ONE_RANK),
     Flag("enable_dsa_prefill_context_parallel", (False,), ONE_RANK),
+    Flag("enable_kv_cache_sharding", (False,), ONE_RANK),
+    Flag("enable_layernorm_sp", (False,), PADDED),
     Flag("enable_two_batch_overlap", (False,), ONE_BATCH),
     Flag("enable_pdmux", (False,), ONE_BATCH),
     Flag("enable_torch_compile", (False,), NO_COMPILE),
@@ -84,8 +95,20 @@ FLAGS = (
     Flag("cuda_graph_config", (None, {}), f"FreeKV chooses the graphs itself; use {GRAPH_FLAGS}"),
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
+    Flag(
+        "enable_paged_experts", (False,),
+        f"it takes host memory that FreeKV does not count, and loads experts over the link that recall uses; leave it out, {OFF}",
+    ),
+    Flag(
+        "startup_weight_load_mode", ("serial",),
+        "with it graphs are captured before the weights are there, which has not been tested with KV retrieval; leave it out",
+    ),
     Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),
     Flag("enable_streaming_session", (False,), "it keeps the row of a finished request, which FreeKV hands on; leave it out"),
+    Flag(
+        "language_model_only", (False,),
+        f"the text part of a model that reads images has not been tested with KV retrieval; use a text-only checkpoint, {OFF}",
+    ),
     Flag("is_embedding", (False,), NO_DECODE),
     Flag("encoder_only", (False,), NO_DECODE),
     Flag("enable_mis", (False,), NO_DECODE),
@@ -213,10 +236,10 @@ def refuse_flags(asked: SimpleNamespace) -> None:
     """Raise the Refusal of the first option that FreeKV does not work with.
 
     Args:
-        asked: all options of ServerArgs: the user's, else SGLang's defaults.
+        asked: all options of the installed ServerArgs: the user's, else SGLang's defaults.
     """
     for name, allowed, otherwise in FLAGS:
-        value = getattr(asked, name)
+        value = getattr(asked, name, allowed[0])
         if value not in allowed:
             raise Refusal(f"{typed(name)}{'' if value is True else f' {value}'}: {otherwise}")
     for name in COUNTS:

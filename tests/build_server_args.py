@@ -72,15 +72,12 @@ def main() -> None:
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_freekv.scheduler_patch.refusals import FLAGS
-
     cases = json.load(sys.stdin)
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     facts = {
         "help": parser.format_help(),
         "flags": [flag for action in parser._actions for flag in action.option_strings],
-        "refused": [flag.name for flag in FLAGS],
         "outcomes": {name: build(case) for name, case in cases.items()},
     }
     print(json.dumps(facts))

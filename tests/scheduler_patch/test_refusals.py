@@ -1,17 +1,28 @@
 """What is refused: one line that names the option or the model's property, why, and what to use instead."""
 
+import inspect
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from build_server_args import run
 from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
+from sglang.srt.server_args import ServerArgs
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
+from sglang_freekv.scheduler_patch import refusals
 from transformers import AutoConfig
 
+OPTIONS = set(inspect.signature(ServerArgs).parameters)
+LOOKED_AT = {
+    name
+    for line in Path(__file__).with_name("options_looked_at.md").read_text().splitlines()
+    if not line.startswith("#")
+    for name in line.split()
+}
 ALL_LAYERS = ",".join(map(str, range(LAYERS)))
 
 FLAGS = {  # option of ServerArgs: how a user types it
@@ -34,6 +45,9 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "dllm_algorithm": ("--dllm-algorithm", "LowConfidence"),
     "radix_cache_backend": ("--radix-cache-backend", "flexkv"),
     "rl_on_policy_target": ("--rl-on-policy-target", "fsdp"),
+    "attn_dp_size": ("--attn-dp-size", "2"),
+    "disaggregation_decode_host_receive_threshold": ("--disaggregation-decode-host-receive-threshold", "0.5"),
+    "startup_weight_load_mode": ("--startup-weight-load-mode", "overlap"),
 }
 SWITCHES = (
     "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_mixed_chunk",
@@ -41,9 +55,12 @@ SWITCHES = (
     "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile", "debug_cuda_graph", "enable_unified_memory",
     "enable_page_major_kv_layout", "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
-    "smg_grpc_mode", "grpc_mode",
+    "smg_grpc_mode", "grpc_mode", "enable_pd_role_switch", "enable_unified_cache_external_linker", "enable_kv_cache_sharding",
+    "enable_layernorm_sp", "enable_lean_attention", "enable_nvidia_megakernel", "enable_amd_monokernel", "enable_paged_experts",
+    "language_model_only",
 )  # fmt: skip
 FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
+REFUSED, FLAGS = set(FLAGS), {name: flags for name, flags in FLAGS.items() if name in OPTIONS}
 
 VALUES = {  # typed flags: how the refusal begins
     ("--page-size", "1"): "--page-size 1: a page of one token",
@@ -215,8 +232,14 @@ def refusal(facts):
     return line
 
 
+def test_every_option_was_looked_at():
+    """A new release fails here: read what its new options do, refuse them or not, and write them down."""
+    assert not OPTIONS - LOOKED_AT
+    assert {flag.name for flag in refusals.FLAGS} <= LOOKED_AT
+
+
 def test_every_refused_option_is_tested_and_is_a_flag(facts):
-    assert set(facts["refused"]) == set(FLAGS)
+    assert {flag.name for flag in refusals.FLAGS} == REFUSED
     assert {flags[0] for flags in FLAGS.values()} <= set(facts["flags"])
 
 
@@ -257,8 +280,6 @@ def test_served_model(facts, name):
 
 def test_what_sglang_insists_on():
     """Some models make SGLang choose an attention backend or a page size over the user's."""
-    from sglang_freekv.scheduler_patch import refusals
-
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
