@@ -15,7 +15,7 @@ from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
-from sglang_freekv.memory_pool.transfer import CudaStream
+from sglang_freekv.memory_pool.transfer import CudaStream, Streams
 
 from benchmarks.paper.decoder import Decoder, Shape
 from benchmarks.profiles import CORRECTED, MISSED
@@ -25,8 +25,9 @@ from benchmarks.report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
+from sglang_freekv.decode_step import CORRECTING_PROGRAMS
 from sglang_freekv.digests import digests_of
-from sglang_freekv.retrieval import CORRECTING_PROGRAMS, Retrieval
+from sglang_freekv.retrieval import Retrieval
 
 SHAPE = Shape.of("llama-3.1-8b")
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = SHAPE.layers, SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_dim
@@ -59,7 +60,7 @@ class Step:
 
         config = replace(config, recall_timing=variant.get("recall_timing", 0))
         policy = replayed(config, controls)
-        self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())
+        self.retrieval = Retrieval(config, policy, store, Streams(selection, appends, transfers), recall, ReferenceExtend())
         if every := variant.get("canary"):
             self.retrieval.canary = Canary(LAYERS, host_pages, KV_HEADS, config.page_size, every, DEVICE)
             for checksums in self.retrieval.canary.checksums:

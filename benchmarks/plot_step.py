@@ -10,7 +10,7 @@ import json
 from html import escape
 from pathlib import Path
 
-from sglang_freekv.retrieval import CORRECTING_PROGRAMS
+from sglang_freekv.decode_step import CORRECTING_PROGRAMS
 
 WIDTH, LANE, GAP, LEFT, TOP = 1400, 46, 16, 150, 40
 LAYER, LAYERS = 12, 2  # where to begin, and how many: both of the committed step have corrections

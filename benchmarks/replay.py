@@ -107,7 +107,7 @@ class Replay(Policy):
 
     controls: Controls
 
-    def needs_correction(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
+    def corrected(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         controls, layer = self.controls, self.controls.layer_of(previous)
         steps = controls.steps[layer, : len(previous), :num_kv_heads]
         assert steps.shape == (len(previous), num_kv_heads), f"{len(previous)} rows of {num_kv_heads} kv heads, expected fewer"
@@ -117,7 +117,7 @@ class Replay(Policy):
             return needs_correction(
                 queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer
             )
-        corrected = super().needs_correction(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
+        corrected = super().corrected(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
         drawn = drawn_flags(rows, steps, controls.thetas, layer)
         corrected = torch.where(controls.knobs[0] != 0, drawn, corrected) & (rows > 0)[:, None]
         counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -74,5 +74,20 @@ class CudaStream:
         return _CudaHandle(event)
 
 
-def make_stream(device: str) -> TransferStream:
-    return CudaStream(device) if torch.device(device).type == "cuda" else InlineStream()
+class Streams(NamedTuple):
+    """The side streams of a retrieval engine.
+
+    Args:
+        selection: scores, plans, the corrections' recalls and the attention to what they brought.
+        appends: new tokens, and the digest and the offload of a page that one of them fills.
+        transfers: recalls ahead, and the offload and the staging of an extend.
+    """
+
+    selection: TransferStream
+    appends: TransferStream
+    transfers: TransferStream
+
+    @classmethod
+    def make(cls, device: str) -> Streams:
+        """CUDA streams on a GPU. Elsewhere work is done at once."""
+        return cls(*(CudaStream(device) if torch.device(device).type == "cuda" else InlineStream() for _ in cls._fields))

@@ -17,7 +17,7 @@ from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
-from sglang_freekv.memory_pool.transfer import make_stream
+from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.retrieval import Retrieval
 
@@ -74,7 +74,7 @@ class FreeKVPool(MHATokenToKVPool):
         self.k_scale_buffer = self.v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         self._init_data_ptrs_and_strides()
         policy = POLICIES[self.config.method](self.config)
-        selection, appends, transfers = (make_stream(self.device) for _ in range(3))
+        streams = Streams.make(self.device)
         self.store = Store.build(
             self.config,
             self.shape,
@@ -84,16 +84,16 @@ class FreeKVPool(MHATokenToKVPool):
             policy.digests.shape(self.head_dim, self.dtype.itemsize),
             self.dtype,
             self.device,
-            transfers,
+            streams.transfers,
         )
-        self.planner = ExtendPlanner(transfers, self.page_size)
+        self.planner = ExtendPlanner(streams.transfers, self.page_size)
         recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
         attention = FlashInferExtend(*heads, self.dtype, self.device, EXTEND_WORKSPACE_BYTES) if on_gpu else ReferenceExtend()
-        self.retrieval = Retrieval(self.config, policy, self.store, selection, appends, transfers, recall, attention)
+        self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:
         if layer_id in self.retrieval_index:

@@ -36,11 +36,21 @@ class Policy:
     pooling: Pooling
     tau: float
 
-    def needs_correction(
+    def corrected(
         self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
     ) -> torch.Tensor:
         """``[B, H]`` bool: which kv heads are corrected. ``queries`` replace ``previous``; all tensors are as in ``kernels.reference``."""
         return kernels.needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads)
+
+    def adjust(self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, held: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``[B, Hq, P]`` float32 scores by which ``layer`` selects, in this step and ahead; the digests' ``logits`` here.
+
+        Args:
+            logits: ``[B, Hq, P]`` float32 scores of the candidates by their digests.
+            corrected: ``[B, H]`` bool of ``corrected``. None if an extend seeds the rows, where every kv head selects.
+            held: returns ``[B, H, P]`` bool: the pages that each kv head attends to if it is not corrected.
+        """
+        return logits
 
 
 def policy_of(config: FreeKVConfig) -> Policy:

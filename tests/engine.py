@@ -16,6 +16,7 @@ from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.retrieval import Retrieval
 
@@ -102,13 +103,13 @@ class Engine:
         shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, math.prod(digest), 4)
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
-        selection, appends, transfers = stream(), stream(), stream()
-        store = Store.build(config, shape, 400 * config.page_size, 8, 500, digest, torch.float32, device, transfers)
+        streams = Streams(stream(), stream(), stream())
+        store = Store.build(config, shape, 400 * config.page_size, 8, 500, digest, torch.float32, device, streams.transfers)
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
-        self.retrieval = Retrieval(config, policy, store, selection, appends, transfers, recall, ReferenceExtend())
-        self.planner = ExtendPlanner(transfers, config.page_size)
+        self.retrieval = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
+        self.planner = ExtendPlanner(streams.transfers, config.page_size)
         self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]

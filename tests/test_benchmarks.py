@@ -122,7 +122,7 @@ def test_the_kernels_are_their_twins(load, layer):
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
     twin = Replay(Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
-    assert torch.equal(corrected.cpu(), twin.needs_correction(queries.cpu(), rows.cpu(), *expected[:2], H))
+    assert torch.equal(corrected.cpu(), twin.corrected(queries.cpu(), rows.cpu(), *expected[:2], H))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
     real = rows[rows > 0].cpu()
     assert torch.equal(steps.cpu()[real], twins.steps[layer, :R, :H][real])

@@ -11,9 +11,10 @@ import torch
 from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
 
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.decode_step import plans_ahead_first
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.retrieval import Retrieval, plans_ahead_first
+from sglang_freekv.retrieval import Retrieval
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,7 @@ from sglang_freekv.kernels import Misses
 
 from benchmarks.paper.pools import Pools, Requests
 from sglang_freekv import kernels
-from sglang_freekv.retrieval import Recall
+from sglang_freekv.engine import Recall
 
 GROWTH = 256  # tokens that a context may grow by while its steps are timed
 

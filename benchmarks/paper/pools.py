@@ -9,7 +9,7 @@ from sglang_freekv.kernels import Candidates
 from sglang_freekv.memory_pool.device_cache import LayerCache
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
-from sglang_freekv.memory_pool.transfer import make_stream
+from sglang_freekv.memory_pool.transfer import Streams
 
 from benchmarks.paper.decoder import Shape
 from sglang_freekv import kernels
@@ -32,7 +32,7 @@ class Pools:
         kv = KVShape(shape.layers, 0, shape.kv_heads, shape.query_heads, shape.head_dim, math.prod(digest), dtype.itemsize)
         self.side = torch.cuda.Stream(device) if device == "cuda" else None  # of what is captured
         # for all methods: a library keeps memory for each stream, and of PyTorch's every 32nd is the same one again
-        self.streams = tuple(make_stream(device) for _ in range(3))
+        self.streams = Streams.make(device)
         self.store = Store.build(
             config, kv, host_tokens - config.page_size, rows, config.page_size, digest, dtype, device, self.streams[-1]
         )

@@ -11,10 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
+from edges import (
+    CONTROLS,
+    merging_before_the_correction,
+    planning_ahead_before_the_merge,
+    planning_before_the_comparison,
+    recalling_before_the_plan_ahead,
+)
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.kernels import Reads, reference
+from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
@@ -181,7 +188,7 @@ def test_delays_inside_a_captured_step_change_nothing():
 
 def test_an_edge_removed_from_a_captured_step_is_caught():
     expected = _replayed(cuda_stream)
-    assert any(not torch.equal(_replayed(delayed_streams(seed), _without_waiting_for_the_correction), expected) for seed in range(20))
+    assert any(not torch.equal(_replayed(delayed_streams(seed), merging_before_the_correction), expected) for seed in range(20))
 
 
 def _replayed(stream, broken=None) -> torch.Tensor:
@@ -203,9 +210,9 @@ class LateTest:
     def __getattr__(self, name: str):
         return getattr(self._policy, name)
 
-    def needs_correction(self, *arguments) -> torch.Tensor:
+    def corrected(self, *arguments) -> torch.Tensor:
         torch.cuda._sleep(20_000_000)  # longer than a busy host takes to launch the plan
-        return self._policy.needs_correction(*arguments)
+        return self._policy.corrected(*arguments)
 
 
 def _with_a_late_test(retrieval) -> None:
@@ -214,7 +221,7 @@ def _with_a_late_test(retrieval) -> None:
 
 def _planning_before_the_late_test(retrieval) -> None:
     _with_a_late_test(retrieval)
-    retrieval.selection.submit = _unordered(retrieval.selection.submit, "plan")
+    planning_before_the_comparison(retrieval)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -301,7 +308,7 @@ def _looks_beside_graphs() -> tuple[list[bool], list[bool], list[bool]]:
 
         with mock.patch.object(engine.planner, "note_graph", note_and_sleep):
             engine.replay()
-        graph = engine.retrieval.transfers.mark()
+        graph = engine.retrieval.streams.transfers.mark()
         begun = engine.retrieval.store.staging.begin
         seen = []
 
@@ -339,7 +346,7 @@ def _attending_late(engine) -> None:
 
 
 def test_prefixes_beside_a_graph_are_those_behind_it():
-    expected = _newcomers(broken=lambda engine: setattr(engine.retrieval.transfers, "mark", lambda: None))
+    expected = _newcomers(broken=lambda engine: setattr(engine.retrieval.streams.transfers, "mark", lambda: None))
     assert torch.equal(_newcomers(), expected)
     assert torch.equal(_newcomers(broken=_attending_late), expected)
     for seed in range(RUNS // 4):
@@ -440,92 +447,12 @@ def test_the_canary_takes_no_delay_for_a_change():
         assert torch.equal(_run(delayed_streams(seed), name="canary"), expected), f"run {seed} differs"
 
 
-def _without_waiting_for_transfers(retrieval) -> None:
-    """A step uses slots and tables that the last step's recall still writes. What that reads is kept, so that nothing else breaks."""
-    kept = []
-
-    def pass_over(layer: int) -> None:
-        kept.extend(retrieval.in_flight[layer])
-        retrieval.in_flight[layer].clear()
-
-    retrieval.complete_transfers = pass_over
-
-
-def _without_waiting_for_the_attention(retrieval) -> None:
-    """The recall for the next step overwrites slots that this step's attention has yet to read."""
-    retrieval.selection.submit = _unordered(retrieval.selection.submit, "plan_rest")
-
-
-def _without_waiting_for_the_plan(retrieval) -> None:
-    """Recall reads a list that is still being written."""
-    retrieval.transfers.submit = _unordered(retrieval.transfers.submit, "recall_ahead")
-
-
-def _without_waiting_for_the_correction(retrieval) -> None:
-    """The merge reads shares of corrected kv heads before they are written."""
-    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "correct")
-
-
-def _attending_before_the_plan(retrieval) -> None:
-    """Attention reads lists that are still being written, and how much of them is there."""
-    retrieval.selection.submit = _unawaited(retrieval.selection.submit, "plan")
-    decode, allocate = retrieval.decode, Reads.allocate
-
-    def with_slots_that_are_there(*args):
-        with mock.patch.object(Reads, "allocate", lambda *shape: Reads(*(part.zero_() for part in allocate(*shape)))):
-            return decode(*args)
-
-    retrieval.decode = with_slots_that_are_there
-
-
-def _without_waiting_for_the_append(retrieval) -> None:
-    """Attention reads the slot of a token that has yet to be written."""
-    retrieval.appends.submit = _unawaited(retrieval.appends.submit, "append")
-
-
-def _unawaited(submit, name: str):
-    """``submit`` whose handle of the work of that name waits for nothing."""
-    kept = []
-
-    def unawaited(work, behind=None):
-        handle = submit(work, behind)
-        if work.__name__ != name:
-            return handle
-        kept.append(handle)
-        return type("Ignored", (), {"wait": lambda self: None})()
-
-    return unawaited
-
-
-def _unordered(submit, name: str):
-    """``submit`` without its own wait for the current stream, for the work of that name; what that submits in its turn waits.
-
-    Of that name alone: what else the stream is given may store wherever numbers point that are not there yet."""
-    wait = torch.cuda.Stream.wait_stream
-
-    def too_early(work, behind=None):
-        if work.__name__ != name:
-            return submit(work, behind)
-        passed = iter([True])
-        with mock.patch.object(torch.cuda.Stream, "wait_stream", lambda self, other: next(passed, False) or wait(self, other)):
-            return submit(work, behind)
-
-    return too_early
-
-
-EDGES = [
-    _without_waiting_for_transfers,
-    _without_waiting_for_the_attention,
-    _without_waiting_for_the_correction,
-    _without_waiting_for_the_plan,
-    _attending_before_the_plan,
-    _without_waiting_for_the_append,
-]
+EDGES = [control for control in CONTROLS if control is not planning_before_the_comparison]  # which needs a late test
 
 
 @pytest.mark.parametrize(
     "remove_edge, prompts",
-    [*((edge, PROMPTS) for edge in EDGES), (_without_waiting_for_the_attention, FEW), (_without_waiting_for_the_plan, FEW)],
+    [*((edge, PROMPTS) for edge in EDGES), (planning_ahead_before_the_merge, FEW), (recalling_before_the_plan_ahead, FEW)],
 )
 def test_a_removed_edge_is_caught_on_a_gpu(remove_edge, prompts):
     """The negative control of the delays."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from sglang_freekv.kernels import RECALLED
 from sglang_freekv.kernels.extend import ReferenceExtend
@@ -11,34 +13,34 @@ from benchmarks.profiles import CORRECTED
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from sglang_freekv import kernels
-from sglang_freekv.retrieval import Recall, Retrieval
+from sglang_freekv.engine import Recall
+from sglang_freekv.retrieval import Retrieval
 
 TRIGGERED = {CORRECTED[0.8]: 1 / 5, CORRECTED[0.9]: 1 / 16}  # by FreeKV's share of kv heads under the same load
 
 
-class OnTrigger(Retrieval):
+@dataclass(frozen=True)
+class OnTrigger(Replay):
     """Selects for the corrected kv heads alone: the others keep the scores by which they last selected (LouisKV,
-    section 4.1)."""
+    section 4.1).
 
-    def __init__(self, *args, width: int, batch: int) -> None:
-        super().__init__(*args)
-        shape = batch, self.cache.layers[0].previous_queries.shape[1], width
-        self.frozen = [torch.randn(shape, device=layer.keys.device) for layer in self.cache.layers]
+    Args:
+        frozen: these scores ``[B, Hq, P]``, of each layer.
+    """
 
-    def _plan(self, layer, logits, batch, corrected, reads) -> None:
+    frozen: list[torch.Tensor]
+
+    def adjust(self, layer, logits, corrected, held) -> torch.Tensor:
         frozen = self.frozen[layer]
         torch.where(corrected.repeat_interleave(logits.shape[1] // corrected.shape[1], 1)[..., None], logits, frozen, out=frozen)
-        super()._plan(layer, frozen, batch, corrected, reads)
-
-    def _plan_rest(self, layer, logits, batch, corrected) -> None:
-        super()._plan_rest(layer, self.frozen[layer], batch, corrected)
+        return frozen
 
 
 class Asking(Replay):
     """Tells the host which kv heads are corrected."""
 
-    def needs_correction(self, *args) -> torch.Tensor:
-        corrected = super().needs_correction(*args)
+    def corrected(self, *args) -> torch.Tensor:
+        corrected = super().corrected(*args)
         bool(corrected.any())
         return corrected
 
@@ -73,11 +75,12 @@ class Engine:
         controls = Controls(pools.device)
         controls.set(Load(self.corrected, missed, max(1, work.candidates), config.pages.selected))
         policy = replayed(config, controls)
-        policy = Asking(**vars(policy)) if asks else policy
-        arguments = config, policy, pools.store, *pools.streams, work.recall(recall), ReferenceExtend()
-        self.retrieval = (
-            OnTrigger(*arguments, width=requests.table.shape[1], batch=work.batch) if on_trigger else Retrieval(*arguments)
-        )
+        if asks:
+            policy = Asking(**vars(policy))
+        if on_trigger:
+            shape = work.batch, pools.shape.query_heads, requests.table.shape[1]
+            policy = OnTrigger(**vars(policy), frozen=[torch.randn(shape, device=pools.device) for _ in pools.store.cache.layers])
+        self.retrieval = Retrieval(config, policy, pools.store, pools.streams, work.recall(recall), ReferenceExtend())
         queries = torch.zeros(work.batch, pools.shape.query_heads, pools.shape.head_dim, dtype=pools.dtype, device=pools.device)
         for cache, digests in zip(pools.store.cache.layers, pools.store.digests.layers):
             logits = policy.digests.score(queries, digests, requests.batch, pools.shape.head_dim**-0.5)

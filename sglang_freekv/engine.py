@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: the pools, streams and lists that all passes of all retrieval layers share, and the moves between pools."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kernels import Candidates, Misses, Reads
+from sglang_freekv.memory_pool.recall_clock import RecallClock
+from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.memory_pool.transfer import Handle, Streams
+from sglang_freekv.policy import Policy
+
+
+class ExtendAttention(Protocol):
+    """Causal attention of new tokens over ``[prefix | new]``, for each request on its own."""
+
+    def plan(self, query_lens: list[int], key_lens: list[int]) -> None:
+        """Prepare for all layers of a batch. A request's queries are those of its last ``query_len`` positions."""
+
+    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape and ``keys``, ``values [sum(key_lens), H, D]``."""
+
+
+class Recall(Protocol):
+    """Copies missing units from the host pool to their slots, and leaves the list empty, as ``kernels.recall_pages`` does."""
+
+    def __call__(
+        self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int, closely: bool = False
+    ) -> None: ...
+
+
+class Engine:
+    """What decode steps and extends are made of. Every layer here is a retrieval layer, numbered from 0.
+
+    Args:
+        config: page size, budget, sink and window.
+        policy: digests and their scores, pooling, correction.
+        store: host pool, digests, device cache, staging buffers and canary.
+        streams: the side streams.
+        recall: copies missing units, by ``kernels.recall_pages`` or the copy engine.
+        extend_attention: causal attention of the device.
+    """
+
+    def __init__(
+        self, config: FreeKVConfig, policy: Policy, store: Store, streams: Streams, recall: Recall, extend_attention: ExtendAttention
+    ) -> None:
+        self.config, self.policy, self.store, self.streams = config, policy, store, streams
+        self.recall, self.extend_attention = recall, extend_attention
+        self.host, self.digests, self.cache, self.canary = store.host, store.digests, store.cache, store.canary
+        device = self.cache.layers[0].keys.device
+        self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
+        self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
+        units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
+        self.misses_now = Misses.allocate(units, device)
+        self.misses_ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
+        self.clock = RecallClock(len(self.cache.layers), config.recall_timing, device) if config.recall_timing else None
+
+    def complete_transfers(self, layer: int) -> None:
+        """Order the current stream behind the work that the last pass left in flight in ``layer``.
+
+        A plan and a recall ahead own the slots and the slot table until then. A correction may recall the pages of an offload.
+        """
+        for handle in self.in_flight[layer]:
+            handle.wait()
+        self.in_flight[layer].clear()
+
+    def complete_all_transfers(self) -> None:
+        for layer in range(len(self.in_flight)):
+            self.complete_transfers(layer)
+        self.store.staging.complete()
+
+    def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[B, 3]`` int64 HITS, RECALLED and CORRECTED of ``rows [B]`` since their last extend."""
+        return self.counts[rows]
+
+    def candidates(self, logits: torch.Tensor, batch: DecodeBatch) -> Candidates:
+        """What a plan selects among by the scores ``logits [B, Hq, P]``."""
+        config = self.config
+        return Candidates(logits, batch.rows, batch.seq_lens, batch.page_table, config.pages, config.page_size, self.policy.pooling)
+
+    def held(self, layer: int, batch: DecodeBatch) -> torch.Tensor:
+        """``[B, H, P]`` bool: the pages that each kv head attends to by the tables."""
+        reads, pages = Reads.of(batch.rows, *self.cache.layers[layer].tables), batch.page_table.shape[1]
+        marked = torch.zeros((*reads.pages.shape[:2], pages + 1), dtype=torch.bool, device=reads.pages.device)  # the last: no page
+        return marked.scatter_(2, reads.pages.where(reads.slots >= 0, pages).clamp(max=pages).long(), True)[..., :pages]
+
+    def offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+        """Copy full pages to the host pool, and let the canary write their checksums. Arguments are as in ``kernels.offload_pages``."""
+        kernels.offload_pages(keys, values, starts, host_pages, self.host.layers[layer])
+        if self.canary is not None:
+            self.canary.seal(layer, keys, values, starts, host_pages)
+
+    def verify(self, layer: int, recalled: Misses) -> None:
+        """Let the canary examine units that were recalled."""
+        if self.canary is not None:
+            self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
+
+    def stamp(self, layer: int, kind: int) -> dict[str, torch.Tensor]:
+        """Keyword arguments by which a kernel stamps its time; none unless recall is timed."""
+        return {} if self.clock is None else {"stamp": self.clock.stamp(layer, kind)}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of a decode step: each piece of work, its stream, and what it comes behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple, Protocol
+
+from sglang_freekv.memory_pool.transfer import Handle, Streams
+
+MAIN, SELECTION, APPENDS, TRANSFERS = "main", "selection", "appends", "transfers"
+LAST_STEP = "the last step"  # of the same layer: what it left in flight
+
+
+class Work(NamedTuple):
+    """One piece of work.
+
+    Args:
+        work: a method of ``DecodeStep``.
+        stream: MAIN, or a field of ``Streams``.
+        behind: works that it comes behind, in the order in which MAIN waits for them.
+    """
+
+    work: str
+    stream: str
+    behind: tuple[str, ...]
+
+
+SCHEDULE = (
+    #    work            stream      comes behind
+    Work("score",        SELECTION,  (LAST_STEP,)),
+    Work("append",       APPENDS,    (LAST_STEP,)),
+    Work("compare",      MAIN,       (LAST_STEP,)),
+    Work("plan",         SELECTION,  ("score", "compare")),
+    Work("correct",      SELECTION,  ("plan",)),
+    Work("verify",       SELECTION,  ("correct",)),
+    Work("attend",       MAIN,       ("append", "plan")),
+    Work("merge",        MAIN,       ("attend", "correct")),
+    Work("plan_ahead",   SELECTION,  ("merge",)),
+    Work("recall_ahead", TRANSFERS,  ("plan_ahead",)),
+)  # fmt: skip
+IN_FLIGHT = ("plan_ahead", "recall_ahead")  # what a step leaves; the next step of the layer comes behind it
+STREAMS = {line.work: line.stream for line in SCHEDULE}
+EDGES = tuple((before, line.work) for line in SCHEDULE for before in line.behind if STREAMS.get(before) != line.stream)
+CHAINED = {line.work: line for line in SCHEDULE if line.stream != MAIN and STREAMS.get(line.behind[0], MAIN) not in (MAIN, line.stream)}
+
+
+class Works(Protocol):
+    """A ``DecodeStep``: a method for each work of ``SCHEDULE``."""
+
+
+def run(step: Works, streams: Streams, in_flight: list[Handle], without: Collection[str] = ()) -> None:
+    """Queue the works of one step of one layer. MAIN has waited for the last step.
+
+    MAIN waits for the handle of each work that a line of its own comes behind. A work that MAIN submits comes behind all that MAIN was
+    given. A chained work comes behind one of another side stream, and is submitted by it.
+
+    Args:
+        step: does the works.
+        streams: the side streams.
+        in_flight: takes the handles of ``IN_FLIGHT``.
+        without: works that are left out.
+    """
+    handles: dict[str, Handle] = {}
+    for line in SCHEDULE:
+        if line.work in without or line.work in CHAINED:
+            continue
+        if line.stream != MAIN:
+            handles[line.work] = _submit(line, step, streams, in_flight)
+            continue
+        for before in line.behind:
+            if STREAMS.get(before, MAIN) != MAIN:
+                handles[before].wait()
+        getattr(step, line.work)()
+
+
+def _submit(line: Work, step: Works, streams: Streams, in_flight: list[Handle]) -> Handle:
+    def work() -> None:
+        getattr(step, line.work)()
+        for chained in CHAINED.values():
+            if line.work in chained.behind:
+                _submit(chained, step, streams, in_flight)
+
+    work.__name__ = line.work
+    handle = getattr(streams, line.stream).submit(work)
+    if line.work in IN_FLIGHT:
+        in_flight.append(handle)
+    return handle
