@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks import profiles
 from benchmarks.report import Report, arguments, chosen, say, seconds_since_start, table
-from benchmarks.servers import BenchServer, running
+from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup, words
 
 SYSTEMS, SEED = ("stock", "freekv"), 1
@@ -265,6 +265,7 @@ def main() -> int:
         for system in options.systems:
             with report.part(f"server {system}"):
                 serve_and_measure(client, system, wanted, report, start_s=300)
+            keep_log(Path(scratch) / f"{system}.log", report.path, system)
     compare(report, wanted, setup.page_size)
     say(f"all done after {seconds_since_start():.0f} s")
     return report.finish(summary(report.results, wanted))

@@ -5,90 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
+from benchmarks.stamp import ROOT, environment
 
-ROOT = Path(__file__).resolve().parent.parent
-WRITTEN = "benchmarks/results", "docs"  # by benchmarks themselves, which makes no code another
-PACKAGES = ("triton", "sglang", "flashinfer-python", "sglang-freekv")
-
-
-def environment() -> dict:
-    """What a number depends on besides the benchmark."""
-    on_gpu = torch.cuda.is_available()
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": _command(),
-        **code_of(ROOT, os.environ.get("COMMIT")),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
-        "cores": os.cpu_count(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        **{name: _version(name) for name in PACKAGES},
-    }
-
-
-def code_of(root: Path, named: str | None) -> dict:
-    """The commit that a result is of, and whether the code that ran differs from it; ``dirty`` is None where nothing can tell.
-
-    Args:
-        named: the commit by the environment's ``COMMIT``, for a copy of the code without its repository.
-
-    Raises:
-        ValueError: ``named`` is no commit.
-    """
-    if named and not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", named):
-        raise ValueError(f"COMMIT={named}: expected 7 to 40 hexadecimal digits; `git describe --always --dirty --exclude '*'` gives them")
-    commit, _, marked = (named or "").partition("-")
-    git = "git", "-C", str(root)
-    if _output(*git, "rev-parse", "--show-toplevel") != str(root):
-        return {"commit": commit or None, "dirty": True if marked else None}
-    commit = commit or _output(*git, "rev-parse", "--short=12", "HEAD")
-    code = "--", ".", *(f":(exclude){written}" for written in WRITTEN)
-    same = _succeeds(*git, "diff", "--quiet", commit, *code) and not _output(*git, "ls-files", "--others", "--exclude-standard", *code)
-    return {"commit": commit, "dirty": bool(marked) or not same}
-
-
-def _command() -> str:
-    """As typed, but for where the results went."""
-    words = list(sys.argv[1:])
-    if "--out" in words:
-        del words[words.index("--out") : words.index("--out") + 2]
-    script = Path(sys.argv[0]).resolve()
-    module = ".".join(script.with_suffix("").relative_to(ROOT).parts) if script.is_relative_to(ROOT) else None
-    return " ".join(["python3", *(["-m", module] if module else [script.name]), *words])
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _succeeds(*command: str) -> bool:
-    return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def summary(samples: Iterable[float]) -> dict[str, float]:
@@ -103,6 +31,9 @@ class Report:
     Every result carries the number of the run that made it; ``runs`` has that run's environment. No result of an earlier run is lost:
     what is measured again takes its place in ``results``, and the earlier one is appended to ``superseded[key]``. Within a run the last
     result of a key counts.
+
+    Results of ``RESULTS`` are those of a commit. Code that differs from its commit, or whose commit nobody told, writes elsewhere only:
+    there :meth:`part`, :meth:`add` and :meth:`note` raise SystemExit.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -129,7 +60,18 @@ class Report:
         self.runs[-1].update(facts)
         self._write()
 
+    def _ensure_of_a_commit(self) -> None:
+        stamp = self.runs[-1]
+        if stamp["commit"] or RESULTS not in self.path.resolve().parents:
+            return
+        if stamp["dirty"]:
+            found, remedy = f"the code differs from {stamp['base']}: {', '.join(stamp['changed']) or 'as COMMIT says'}", "commit it"
+        else:
+            found, remedy = "there is no repository and no COMMIT", "set COMMIT=$(git describe --always --dirty --exclude '*')"
+        raise SystemExit(f"{self.path}: expected the code of a commit, but {found}; {remedy}, or give --out DIR")
+
     def _write(self) -> None:
+        self._ensure_of_a_commit()
         with self._lock:
             part = self.path.with_suffix(".part")
             written = {"runs": self.runs, "results": self.results} | ({"superseded": self.superseded} if self.superseded else {})
@@ -139,17 +81,18 @@ class Report:
     @contextmanager
     def part(self, key: str, quiet: bool = False):
         """A part of the benchmark: if it fails, that is recorded and the next part goes on."""
+        self._ensure_of_a_commit()
         if not quiet:
             say(key)
         started = time.monotonic()
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            self.failures.append(f"{key}: {text.splitlines()[0][:200]}")
+            text = shortened(f"{type(error).__name__}: {error}")
+            self.failures.append(f"{key}: {text}")
             self.runs[-1].setdefault("failures", {})[key] = traceback.format_exc()[-4000:]
             self._write()
-            say(f"{key} FAILED: {text[:2000]}")
+            say(f"{key} FAILED: {text}")
         else:
             if not quiet:
                 say(f"{key} took {time.monotonic() - started:.1f} s")
@@ -169,6 +112,14 @@ _STARTED = time.monotonic()
 
 def say(text: str) -> None:
     print(f"[{time.monotonic() - _STARTED:6.1f} s] {text}", flush=True)
+
+
+def shortened(text: str, most: int = 3000) -> str:
+    """The first line and the end of a long text: of a server's failure, what happened and the end of its log."""
+    if len(text) <= most:
+        return text
+    first, _, rest = text.partition("\n")
+    return f"{first[: most // 2]}\n[...]\n{rest[-most // 2 :]}"
 
 
 def seconds_since_start() -> float:
@@ -200,7 +151,7 @@ def _cell(value) -> str:
 def arguments(description: str, name: str, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
     """A parser with what every benchmark takes."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help=f"directory of {name}.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"directory of {name}.json")
     if parts:
         listed = ", ".join(parts)
         parser.add_argument("--only", nargs="+", default=["*"], metavar="PART", help=f"parts to run, wildcards allowed: {listed}")

@@ -17,9 +17,11 @@ from engine import Engine
 from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
 from sglang_freekv.memory_pool.transfer import InlineStream
 
-from benchmarks import replay, replay_kernels, replay_load
+from benchmarks import replay, replay_kernels, replay_load, report
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
+from benchmarks.report import Report
+from benchmarks.stamp import code_of
 from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
 from sglang_freekv.digests import Boxes
@@ -173,8 +175,6 @@ def test_kernel_benchmarks_run_on_a_cpu(script, options, keys, monkeypatch, tmp_
 
 
 def test_a_report_is_continued_and_survives_a_failure(tmp_path):
-    from benchmarks.report import Report
-
     first = Report("demo", tmp_path)
     first.add("kept", {"value": 1})
     with first.part("broken"):
@@ -190,8 +190,6 @@ def test_a_report_is_continued_and_survives_a_failure(tmp_path):
 
 
 def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
-    from benchmarks.report import Report
-
     for value in (1, 2, 3):
         report = Report("demo", tmp_path)
         report.add("again", {"value": 0})  # within a run the last one counts
@@ -206,15 +204,19 @@ def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
 def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
     import subprocess
 
-    from benchmarks.report import code_of
-
     def git(*words: str) -> str:
         who = "-c", "user.name=x", "-c", "user.email=x"
         return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout.strip()
 
-    assert code_of(tmp_path, None) == {"commit": None, "dirty": None}
-    assert code_of(tmp_path, "7e4b136") == {"commit": "7e4b136", "dirty": None}
-    assert code_of(tmp_path, "7e4b136-dirty") == {"commit": "7e4b136", "dirty": True}
+    def of(commit: str | None, source: str | None, dirty: bool | None) -> dict:
+        return {"commit": commit, "commit_from": source, "dirty": dirty}
+
+    def differs(base: str, *files: str, source: str = "git") -> dict:
+        return of(None, source, True) | {"base": base, "changed": list(files)}
+
+    assert code_of(tmp_path, None) == of(None, None, None)
+    assert code_of(tmp_path, "7e4b136") == of("7e4b136", "COMMIT", None)
+    assert code_of(tmp_path, "7e4b136-dirty") == differs("7e4b136", source="COMMIT")
     with pytest.raises(ValueError, match="COMMIT=HEAD: expected 7 to 40 hexadecimal digits"):
         code_of(tmp_path, "HEAD")
     git("init", "-q")
@@ -223,14 +225,53 @@ def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
     first = git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results" / "new.json").touch()  # what benchmarks write makes no code another
-    assert code_of(tmp_path, None) == code_of(tmp_path, first) == {"commit": first, "dirty": False}
+    (tmp_path / "notes.txt").touch()  # nor does a file that is no code
+    assert code_of(tmp_path, None) == code_of(tmp_path, first) == of(first, "git", False)
     (tmp_path / "new.py").touch()
-    assert code_of(tmp_path, None)["dirty"]
+    assert code_of(tmp_path, None) == differs(first, "new.py")
     git("add", "."), git("commit", "-qm", "second")
-    assert code_of(tmp_path, first) == {"commit": first, "dirty": True} and not code_of(tmp_path, None)["dirty"]
-    assert code_of(tmp_path, "1234567") == {"commit": "1234567", "dirty": True}
+    second = git("rev-parse", "--short=12", "HEAD")
+    assert code_of(tmp_path, first) == differs(first, "new.py", "notes.txt") and code_of(tmp_path, None) == of(second, "git", False)
+    assert code_of(tmp_path, "1234567") == differs("1234567", "all: 1234567 is not in the repository")
     (tmp_path / "code.py").write_text("b")
-    assert code_of(tmp_path, None)["dirty"]
+    assert code_of(tmp_path, None) == differs(second, "code.py")
+
+
+@pytest.mark.parametrize(
+    "stamp, said",
+    [
+        ({"commit": None, "dirty": True, "base": "7e4b136", "changed": ["plan.py"]}, "differs from 7e4b136: plan.py; commit it"),
+        ({"commit": None, "dirty": None}, "there is no repository and no COMMIT; set COMMIT="),
+    ],
+    ids=("differs", "unknown"),
+)
+def test_results_of_no_commit_do_not_enter_the_repository(stamp, said, tmp_path, monkeypatch):
+    ours = tmp_path / "benchmarks" / "results"
+    monkeypatch.setattr(report, "RESULTS", ours)
+    monkeypatch.setattr(report, "environment", lambda: dict(stamp))
+    refused = report.Report("demo", ours)  # from which tables may be made
+    for write in (lambda: refused.add("key", {}), lambda: refused.note(key=1), refused.part("key").__enter__):
+        with pytest.raises(SystemExit, match=said):
+            write()
+    assert not refused.path.exists()
+    elsewhere = report.Report("demo", tmp_path / "out")
+    elsewhere.add("key", {"value": 1})
+    assert json.loads(elsewhere.path.read_text())["runs"] == [stamp]
+    monkeypatch.setattr(report, "environment", lambda: stamp | {"commit": "7e4b136", "commit_from": "COMMIT"})
+    report.Report("demo", ours).add("key", {})
+    assert (ours / "demo.json").exists()
+
+
+def test_a_failure_is_told_with_what_happened_and_its_end(tmp_path, capsys):
+    demo = Report("demo", tmp_path)
+    log = "\n".join(f"  | {'x' * 200} {line}" for line in range(40))
+    with demo.part("server"):
+        raise RuntimeError(f"the server was killed by SIGKILL\n{log}\nthe whole log: FILE")
+    capsys.readouterr()
+    assert demo.finish() == 1
+    told = capsys.readouterr().out
+    assert "FAILED server: RuntimeError: the server was killed by SIGKILL\n" in told
+    assert "x 39\nthe whole log: FILE\n" in told and len(told) < 4000
 
 
 def test_results_name_commits_of_the_history_or_of_the_list():
@@ -248,6 +289,7 @@ def test_results_name_commits_of_the_history_or_of_the_list():
         written = json.loads(path.read_text())
         used = {result["run"] for result in written["results"].values()} if "runs" in written else ()
         for run in (written["runs"][number] for number in used):
+            assert run["commit"], f"{path.name}: expected results of a commit"
             stamps.setdefault(run["commit"] + ("-dirty" if run.get("dirty") else ""), set()).add(path.stem)
     unknown: dict[str, set[str]] = {}
     for stamp, files in stamps.items():

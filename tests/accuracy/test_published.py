@@ -125,7 +125,7 @@ def lm_eval(tmp_path, monkeypatch):
 @pytest.fixture
 def drive(tmp_path, capfd, monkeypatch):
     """``drive(server, benchmark, *words)``: exit status, what was printed, and the results' file."""
-    monkeypatch.setattr("benchmarks.report._output", lambda *command: None)  # of git and the driver, which take their time
+    monkeypatch.setattr("benchmarks.stamp._output", lambda *command: None)  # of git and the driver, which take their time
 
     def run(url: str, benchmark: str, *words: object) -> SimpleNamespace:
         common = ["--benchmark", benchmark, "--url", url, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
