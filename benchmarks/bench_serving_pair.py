@@ -8,14 +8,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import bench_decode, bench_prefill
+from benchmarks import tpot, ttft
 from benchmarks.clock import Clock
 from benchmarks.report import Report, arguments, chosen
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, SYSTEMS, Setup
 
 CONTEXTS = (32768, 131072)
-PARTS = (*(f"prefill-{bench_prefill.name_of(context)}" for context in CONTEXTS), *(f"decode-{case.name}" for case in bench_decode.CASES))
+PARTS = (*(f"prefill-{ttft.name_of(context)}" for context in CONTEXTS), *(f"decode-{case.name}" for case in tpot.CASES))
 DRY_RUN = Setup(shape="needle", device="cpu", scale=16, budget=512)
 
 
@@ -27,23 +27,22 @@ def run_parts(server: BenchServer, wanted, clock: Clock, prefill: Report, decode
         report.note(**{f"server {system}": facts})
     with decode.part(f"{system}/warm-up"):
         server.set_load(None)
-        bench_prefill.warm_up(server, clock.left())
+        ttft.warm_up(server, clock.left())
     for context in CONTEXTS:
-        name = bench_prefill.name_of(context)
+        name = ttft.name_of(context)
         if wanted(f"prefill-{name}") and system != "copies-off":
             with prefill.part(f"{system}/prefill-{name}"):
                 server.flush()
-                bench_prefill.measure(server, context, prefill, clock.left())
-        for case in bench_decode.cases_of(system, context):
+                ttft.measure(server, context, prefill, clock.left())
+        for case in tpot.cases_of(system, context):
             if wanted(f"decode-{case.name}"):
                 with decode.part(f"{system}/{case.name}"):
-                    bench_decode.measure(server, case, decode, clock.left(), **settings)
+                    tpot.measure(server, case, decode, clock.left(), **settings)
         server.flush()
 
 
-def parse(description: str, only: list[str]) -> argparse.Namespace:
-    parser = arguments(description, "bench_decode-SHAPE and bench_prefill-SHAPE", PARTS)
-    parser.set_defaults(only=only)
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, "bench_decode-SHAPE and bench_prefill-SHAPE", PARTS)
     parser.add_argument("--shape", choices=(*SHAPES, "needle"), default=Setup.shape)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="servers to start, in this order")
     parser.add_argument("--minutes", type=float, default=9, help="when to stop, with what is measured by then")
@@ -59,8 +58,8 @@ def parse(description: str, only: list[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(description: str = __doc__, only: list[str] | None = None) -> int:
-    options = parse(description, only or ["*"])
+def main() -> int:
+    options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     settings = {"tokens": options.tokens, "repeats": options.repeats}
     setup = Setup(
@@ -81,7 +80,7 @@ def main(description: str = __doc__, only: list[str] | None = None) -> int:
                     run_parts(server, chosen(options), clock, prefill, decode, settings)
             keep_log(Path(scratch) / f"{system}.log", decode.path, system)
     prefill.finish()
-    return decode.finish(bench_prefill.ratios(prefill.results), bench_decode.ratios(decode.results)) or bool(prefill.failures)
+    return decode.finish(ttft.ratios(prefill.results), tpot.ratios(decode.results)) or bool(prefill.failures)
 
 
 if __name__ == "__main__":

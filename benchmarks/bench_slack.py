@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench_decode import achieved
 from benchmarks.profiles import CORRECTED, MISSED
 from benchmarks.report import Report, arguments, chosen, say, table
 from benchmarks.servers import BenchServer, running
 from benchmarks.setups import Setup
+from benchmarks.tpot import achieved
 
 SLACKS = (1, 1.5, 2, 4)
 TASKS = ("magic-number", "code-word", "multi-value")

@@ -318,8 +318,8 @@ def test_the_replay_emulates_the_profile_that_is_committed():
 
 
 def test_time_per_token_is_that_of_the_common_window():
-    from benchmarks.bench_decode import is_steady, time_per_token
     from benchmarks.servers import Stream
+    from benchmarks.tpot import is_steady, time_per_token
 
     early = Stream(0.0, [(time / 100, count) for count, time in enumerate(range(100), 1)])
     late = Stream(0.0, [(0.5 + time * 0.02, count) for count, time in enumerate(range(30), 1)])

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ FILES += sorted(file for name in RANK for file in ROOT.glob(f"{name}/*.py"))
 def module_of(file: Path) -> str:
     """The dotted name that the file is installed under."""
     parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "sglang_freekv" else ("sglang_freekv", *parts)
+    parts = parts if parts[0] in ("sglang_freekv", "benchmarks") else ("sglang_freekv", *parts)
     return ".".join(parts).removesuffix(".__init__")
 
 
@@ -64,6 +65,12 @@ def test_imports_point_one_way(file):
         elif top == "sglang_freekv":
             target = layer_of(imported)
             assert RANK.get(target, 0) <= RANK[layer], f"imports {imported}, which lies above {layer}"
+
+
+def test_benchmarks_import_in_no_circle():
+    files = {module_of(file): file for file in (ROOT / "benchmarks").rglob("*.py")}
+    names = {module: (name if name in files else name.rpartition(".")[0] for name in imports_of(file)) for module, file in files.items()}
+    TopologicalSorter({module: files.keys() & set(imported) - {module} for module, imported in names.items()}).prepare()
 
 
 def test_most_of_the_package_imports_without_sglang():

@@ -200,7 +200,7 @@ def test_a_crossover_measures_what_is_left_and_tells_what_was_not_reached(tmp_pa
     report, clock = Report("crossover", tmp_path), Clock(5, 60)
     monkeypatch.setattr(crossover, "running", running)
     monkeypatch.setattr(crossover, "measure", measure)
-    monkeypatch.setattr(crossover.bench_prefill, "warm_up", lambda *others: None)
+    monkeypatch.setattr(crossover.ttft, "warm_up", lambda *others: None)
     cells = [Cell(8192, batch, "hit") for batch in (8, 4, 2)]
     report.add("stock/8k/b8", result_of(8, 0.01, 1.0))
     crossover.run(capacity.systems_of(LLAMA, LIMIT)[:1], cells, lambda key: key not in report.results, report, clock, 24, 4)

@@ -18,8 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import bench_prefill
-from benchmarks.bench_decode import SETTLE_TOKENS, achieved, prompts_of
+from benchmarks import ttft
 from benchmarks.bench_load import CORRECTED, MISSED
 from benchmarks.bench_serving_pair import DRY_RUN
 from benchmarks.clock import Clock
@@ -29,6 +28,7 @@ from benchmarks.report import Report, arguments, chosen, table
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
+from benchmarks.tpot import SETTLE_TOKENS, achieved, prompts_of
 from sglang_freekv.config import GIB
 
 PAIRS = {"production": ("freekv", "stock"), "same KV bytes on the device": ("freekv-same-kv", "stock-same-kv")}
@@ -96,7 +96,7 @@ def serve(server: BenchServer, system: System, cells: list[Cell], report: Report
     expect_within(system, held)
     with report.part(f"{system.name}/warm-up"):
         server.set_load(None)
-        bench_prefill.warm_up(server, clock.left())
+        ttft.warm_up(server, clock.left())
     for cell in cells:
         with report.part(f"{system.name}/{cell.name}"):
             result = measure(server, cell, facts, tokens, interval, clock.left())

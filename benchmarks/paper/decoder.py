@@ -57,10 +57,6 @@ class Shape:
         attention = self.hidden * self.head_dim * 2 * (self.query_heads + self.kv_heads)
         return (self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden) * element_bytes
 
-    def kv_bytes(self, element_bytes: int) -> int:
-        """Of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * element_bytes
-
 
 TINY = Shape("tiny", 2, 64, 96, 128, 4, 2, 16)  # for a dry run
 

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.bench_decode import missed_of
 from benchmarks.bench_load import CORRECTED, DETAILS, MISSED, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import request_bytes
@@ -26,6 +25,7 @@ from benchmarks.report import Report, arguments, chosen, say, table
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
+from benchmarks.tpot import missed_of
 
 RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)  # requests per second; SGLang's tokenizer takes some 80 ms for a document's prompt
 ENOUGH = 0.9  # of the requests of a rate, within limits

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from benchmarks.bench_decode import SETTLE_TOKENS, time_per_token
 from benchmarks.report import summary
 from benchmarks.servers import Stream
+from benchmarks.tpot import SETTLE_TOKENS, time_per_token
 
 
 def together(streams: list[Stream]) -> list[list[Stream]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
-from benchmarks.bench_decode import prompts_of
 from benchmarks.report import Report, say, summary, table
 from benchmarks.servers import BenchServer, random_prompt
+from benchmarks.tpot import prompts_of
 
 NEW_TOKENS = 256  # behind the prefix
 SUFFIX_SEED, WARM_UP_SEED = 7000, 9000
-REPEATS = {32768: 3, 131072: 2}  # distinct prompts; they are those of bench_decode, so that nothing is computed twice
+REPEATS = {32768: 3, 131072: 2}  # distinct prompts; they are those of tpot, so that nothing is computed twice
 TARGETS = (("32k-cold", "stock", 1.15), ("32k-hit", "32k-cold", 0.20), ("128k-cold", "stock", None))
 
 
@@ -58,7 +56,7 @@ def _expect_cached(meta: dict, tokens: int, page_size: int) -> None:
 
 
 def ratios(results: dict) -> str:
-    """The table against the issue's figures."""
+    """The table, against the targets."""
 
     def ttft(key: str) -> float | None:
         return results.get(key, {}).get("ttft_s", {}).get("median")
@@ -71,13 +69,3 @@ def ratios(results: dict) -> str:
         rows.append([f"{name} / {against}", ours, theirs, ratio, target, verdict])
     rows += [[f"{name} / cold, stock", ttft(f"stock/{name}"), ttft("stock/32k-cold"), None, None, None] for name in ("32k-hit",)]
     return table(("TTFT", "s", "baseline s", "ratio", "target", "reached"), rows)
-
-
-def main() -> int:
-    from benchmarks.bench_serving_pair import main
-
-    return main(__doc__, ["prefill-*"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import NamedTuple
 
 from benchmarks.profiles import CORRECTED, MISSED
@@ -136,7 +135,7 @@ def is_steady(found: dict) -> bool:
 
 
 def ratios(results: dict) -> str:
-    """The table against the issue's figures."""
+    """The table, against the targets."""
 
     def tpot(system: str, name: str) -> float | None:
         return results.get(f"{system}/{name}", {}).get("tpot_s")
@@ -154,13 +153,3 @@ def ratios(results: dict) -> str:
     name, target = COPIES_OFF
     rows.append(row(f"{name} / copies off", tpot("freekv", name), tpot("copies-off", name), target, {}))
     return table(("TPOT", "ms", "baseline ms", "ratio", "target", "reached", "c", "x"), rows)
-
-
-def main() -> int:
-    from benchmarks.bench_serving_pair import main
-
-    return main(__doc__, ["decode-*"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
