@@ -10,24 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
+from sglang_freekv.decode_step import CORRECTING_PROGRAMS
+from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels import Candidates, Reads
 from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.canary import Canary
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream, Streams
+from sglang_freekv.retrieval import Retrieval
 
 from benchmarks.paper.decoder import Decoder, Shape
 from benchmarks.profiles import CORRECTED, MISSED
 from benchmarks.replay import Controls, drain, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
-from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
-from sglang_freekv.decode_step import CORRECTING_PROGRAMS
-from sglang_freekv.digests import digests_of
-from sglang_freekv.retrieval import Retrieval
 
 SHAPE = Shape.of("llama-3.1-8b")
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = SHAPE.layers, SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_dim
@@ -168,9 +170,9 @@ def main() -> int:
     suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
-    shape = KVShape(LAYERS, 0, KV_HEADS, QUERY_HEADS, HEAD_DIM, math.prod(digest), DTYPE.itemsize)
+    shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.plain(DTYPE))
     streams = CudaStream(DEVICE)
-    store = Store.build(config, shape, options.host_tokens - config.page_size, 16, config.page_size, digest, DTYPE, DEVICE, streams)
+    store = Store.build(config, shape, options.host_tokens - config.page_size, 16, config.page_size, DEVICE, streams)
     for digests in store.digests.layers:
         digests.normal_()
     say("pools are up")

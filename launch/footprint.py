@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.sizing import Sizing
@@ -32,11 +32,11 @@ class Footprint:
     @property
     def digest_token_bytes(self) -> float:
         """Bytes of digests for one token, and of checksums if there is a canary."""
-        return replace(self.sizing, shape=replace(self.sizing.shape, dense_layers=0)).device_bytes_per_token
+        return self.sizing.digest_bytes_per_token
 
     @property
     def dense_token_bytes(self) -> float:
-        return replace(self.sizing, shape=replace(self.sizing.shape, retrieval_layers=0)).device_bytes_per_token
+        return self.sizing.dense_bytes_per_token
 
     @property
     def recalled_bytes(self) -> float:

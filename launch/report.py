@@ -179,7 +179,8 @@ def _facts(plan: Plan) -> Iterator[Finding]:
         f"{model.name}, {shape.retrieval_layers} retrieved and {shape.dense_layers} dense layers, {shape.query_heads} query heads, "
         f"{shape.kv_heads} kv heads of {shape.head_dim}, {dtype}, context {model.context_len}"
     )
-    figures = vars(shape) | {"budget_tokens": config.budget_tokens, "context_tokens": model.context_len}
+    names = ("retrieval_layers", "dense_layers", "kv_heads", "query_heads", "head_dim", "digest_elements", "element_bytes")
+    figures = {name: getattr(shape, name) for name in names} | {"budget_tokens": config.budget_tokens, "context_tokens": model.context_len}
     yield Finding("model", value + ("" if model.is_tested else "; not tested with FreeKV"), figures=figures)
     yield _weights(plan)
     yield from _recall(plan)

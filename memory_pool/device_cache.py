@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from sglang_freekv.kernels import Tables
+from sglang_freekv.memory_pool.sizing import KVShape
 
 
 @dataclass(frozen=True)
@@ -38,50 +40,46 @@ class LayerCache:
         return Tables(self.slot_pages, self.attended)
 
 
+class Slots(NamedTuple):
+    """R rows, the padding row included; C slots of a row; A pages that one step attends to."""
+
+    rows: int
+    per_row: int
+    attended: int
+
+
 class DeviceCache:
     """Slots, slot tables and previous queries of every row, for all retrieval layers.
 
     A row is the place of one running request, and its number is SGLang's ``req_pool_idx``. Row 0 is padding.
 
     Args:
-        num_layers: number of retrieval layers.
-        num_rows: R, the padding row included.
-        num_slots: C, slots per row.
-        num_attended: A, pages that one step attends to.
-        kv_shape: ``(S, H, D)`` of one slot.
-        num_query_heads: Hq.
-        dtype, device: of keys, values and queries.
+        shape: KV of this rank.
+        page_size: S.
+        slots: how many rows and slots.
+        device: of all tensors.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_rows: int,
-        num_slots: int,
-        num_attended: int,
-        kv_shape: tuple[int, int, int],
-        num_query_heads: int,
-        dtype: torch.dtype,
-        device: str,
-    ) -> None:
-        self.num_rows, self.num_slots, self.num_attended = num_rows, num_slots, num_attended
-        self.page_size, self.num_kv_heads, head_dim = kv_shape
+    def __init__(self, shape: KVShape, page_size: int, slots: Slots, device: str) -> None:
+        self.num_rows, self.num_slots, self.num_attended = num_rows, num_slots, num_attended = slots
+        self.page_size, self.num_kv_heads, dim = page_size, shape.kv_heads, shape.head_dim
+        storage, compute, _ = shape.format
 
-        def slots() -> torch.Tensor:
-            return torch.zeros((num_rows * num_slots, *kv_shape), dtype=dtype, device=device)
+        def pages() -> torch.Tensor:
+            return torch.zeros((num_rows * num_slots, page_size, shape.kv_heads, dim), dtype=storage, device=device)
 
         def table(width: int) -> torch.Tensor:
             return torch.full((num_rows, self.num_kv_heads, width), -1, dtype=torch.int32, device=device)
 
         self.layers = [
             LayerCache(
-                keys=slots(),
-                values=slots(),
+                keys=pages(),
+                values=pages(),
                 slot_pages=table(num_slots),
                 attended=table(num_attended),
-                previous_queries=torch.zeros(num_rows, num_query_heads, head_dim, dtype=dtype, device=device),
+                previous_queries=torch.zeros(num_rows, shape.query_heads, dim, dtype=compute, device=device),
             )
-            for _ in range(num_layers)
+            for _ in range(shape.retrieval_layers)
         ]
 
     @property

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
+from sglang_freekv.layers import LayerKind, LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -13,19 +16,36 @@ class KVShape:
     """The shape of one rank's KV.
 
     Args:
-        retrieval_layers, dense_layers: number of layers of each kind.
+        layers: kind of each layer.
         kv_heads, query_heads, head_dim: shape of the attention on this rank.
-        digest_elements: elements in the digest of one unit.
-        element_bytes: bytes of one KV element.
+        digest_shape: shape of the digest of one unit.
+        format: types of KV.
     """
 
-    retrieval_layers: int
-    dense_layers: int
+    layers: LayerTable
     kv_heads: int
     query_heads: int
     head_dim: int
-    digest_elements: int
-    element_bytes: int
+    digest_shape: tuple[int, ...]
+    format: KVFormat
+
+    @property
+    def retrieval_layers(self) -> int:
+        return self.layers.count(LayerKind.RETRIEVAL)
+
+    @property
+    def dense_layers(self) -> int:
+        return self.layers.count(LayerKind.DENSE)
+
+    @property
+    def digest_elements(self) -> int:
+        """Elements in the digest of one unit."""
+        return prod(self.digest_shape)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of stored KV."""
+        return self.format.storage.itemsize
 
     @property
     def layer_token_bytes(self) -> int:
@@ -53,11 +73,19 @@ class Sizing:
 
     @property
     def device_bytes_per_token(self) -> float:
-        """Dense layers, and the digests of retrieval layers. With a canary each digest has a checksum beside it."""
-        shape = self.shape
-        checksum = 4 if self.config.canary != "off" else 0
-        digest = shape.kv_heads * (shape.digest_elements * shape.element_bytes + checksum) / self.config.page_size
-        return shape.dense_layers * shape.layer_token_bytes + shape.retrieval_layers * digest
+        return self.dense_bytes_per_token + self.digest_bytes_per_token
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        """KV of dense layers."""
+        return self.shape.dense_layers * self.shape.layer_token_bytes
+
+    @property
+    def digest_bytes_per_token(self) -> float:
+        """Digests of retrieval layers. With a canary each digest has a checksum beside it."""
+        shape, checksum = self.shape, 4 if self.config.canary != "off" else 0
+        digest = shape.digest_elements * shape.format.compute.itemsize + checksum
+        return shape.retrieval_layers * shape.kv_heads * digest / self.config.page_size
 
     @property
     def row_bytes(self) -> int:
@@ -66,15 +94,15 @@ class Sizing:
         kv = config.cache_tokens * shape.layer_token_bytes
         tables = 4 * shape.kv_heads * (config.cache_pages + config.pages.total)
         misses = 12 * shape.kv_heads * config.pages.total
-        queries = shape.query_heads * shape.head_dim * shape.element_bytes
+        queries = shape.query_heads * shape.head_dim * shape.format.compute.itemsize
         pages = self.context_len // config.page_size
         scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the plan's scratch
         return shape.retrieval_layers * (kv + tables + misses + queries) + scores + 4 * self.context_len
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the two staging buffers, each for one longest context."""
-        return 2 * self.context_len * self.shape.layer_token_bytes
+        """Bytes of the two staging buffers, each for the keys and values of one longest context."""
+        return 4 * self.context_len * self.shape.kv_heads * self.shape.head_dim * self.shape.format.compute.itemsize
 
     def tokens(self, host_bytes: int, device_bytes: int, max_rows: int | None) -> int:
         """Tokens of the host pool: as many as the host holds, if their digests and dense layers leave half of the device to rows.

@@ -9,7 +9,7 @@ import torch
 
 from sglang_freekv.config import CANARIES, FreeKVConfig
 from sglang_freekv.memory_pool.canary import Canary
-from sglang_freekv.memory_pool.device_cache import DeviceCache
+from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
 from sglang_freekv.memory_pool.digest_pool import DigestPool
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -35,8 +35,6 @@ class Store:
         num_tokens: int,
         num_rows: int,
         staging_tokens: int,
-        digest_shape: tuple[int, ...],
-        dtype: torch.dtype,
         device: str,
         stream: TransferStream,
     ) -> Store:
@@ -48,26 +46,24 @@ class Store:
             num_tokens: tokens of the host pool.
             num_rows: running requests.
             staging_tokens: tokens of context that one extend batch may have.
-            digest_shape: shape of one unit's digest.
-            dtype, device: of the KV.
+            device: of the pools on the GPU.
             stream: stream of the staging copies.
 
         Raises:
             RuntimeError: the system does not give the host memory.
         """
         layers, heads, dim, size = shape.retrieval_layers, shape.kv_heads, shape.head_dim, config.page_size
+        storage, compute, _ = shape.format
         num_pages = num_tokens // size + 1
         pin = torch.device(device).type != "cpu"
-        host = HostPool(layers, num_pages, (heads, 2, size, dim), dtype, pin, config.host_layout)
+        host = HostPool(layers, num_pages, (heads, 2, size, dim), storage, pin, config.host_layout)
         every = CANARIES[config.canary]
         canary = Canary(layers, num_pages, heads, size, every, device) if every else None
         return cls(
             host=host,
-            digests=DigestPool(layers, (num_pages, heads, *digest_shape), dtype, device),
-            cache=DeviceCache(
-                layers, num_rows + 1, config.cache_pages, config.pages.total, (size, heads, dim), shape.query_heads, dtype, device
-            ),
-            staging=Staging(host, staging_tokens, (heads, dim), dtype, device, stream, canary),
+            digests=DigestPool(layers, (num_pages, heads, *shape.digest_shape), compute, device),
+            cache=DeviceCache(shape, size, Slots(num_rows + 1, config.cache_pages, config.pages.total), device),
+            staging=Staging(host, staging_tokens, (heads, dim), compute, device, stream, canary),
             canary=canary,
         )
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import digests_of
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.scheduler_patch.layer_kinds import layer_table
 
 
 def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) -> KVShape:
@@ -19,11 +19,10 @@ def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) 
         Refusal: the digest cannot summarise keys of this model.
     """
     return KVShape(
-        retrieval_layers=layers - len(config.dense_layers),
-        dense_layers=len(config.dense_layers),
+        layers=layer_table(model, layers).with_dense(config.dense_layers),
         kv_heads=model.get_num_kv_heads(ranks),
         query_heads=model.num_attention_heads // ranks,
         head_dim=model.head_dim,
-        digest_elements=prod(digests_of(config).shape(model.head_dim, model.dtype.itemsize)),
-        element_bytes=model.dtype.itemsize,
+        digest_shape=digests_of(config).shape(model.head_dim, model.dtype.itemsize),
+        format=KVFormat.plain(model.dtype),
     )

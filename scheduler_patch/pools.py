@@ -58,7 +58,6 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
         size=sizes.max_total_num_tokens,
         num_rows=req_to_token_pool.size,
         staging_tokens=configurator.model_config.context_len,
-        dtype=configurator.kv_cache_dtype,
         device=configurator.device,
     )
 

@@ -15,7 +15,7 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
-from sglang_freekv.scheduler_patch.attention_layers import AttentionLayers
+from sglang_freekv.scheduler_patch.layer_kinds import has_window, layer_table
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 
 OFF = "or use --kv-retrieval none"
@@ -122,7 +122,7 @@ FLAGS = (
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
 
-# m is SGLang's ModelConfig, a the model's AttentionLayers
+# m is SGLang's ModelConfig, a the model's LayerTable
 MODEL_RULES = (
     Rule(lambda m, a: m.attention_arch == AttentionArch.MLA, "its latent attention (MLA) has no kv heads to retrieve pages for"),
     Rule(lambda m, a: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
@@ -145,12 +145,12 @@ MODEL_RULES = (
         "it attends to chunks of {m.attention_chunk_size} tokens and has nothing far to retrieve",
     ),
     Rule(
-        lambda m, a: _has_window(m) and a.near and a.full,
+        lambda m, a: has_window(m) and a.near and a.full,
         "it mixes {a.full} full attention layers with {a.near} that attend to a sliding window of {m.sliding_window_size} tokens, and "
         + NOT_MIXED,
     ),
     Rule(
-        lambda m, a: _has_window(m) and a.near and not a.full,
+        lambda m, a: has_window(m) and a.near and not a.full,
         "it attends to a sliding window of {m.sliding_window_size} tokens and has nothing far to retrieve",
     ),
     Rule(lambda m, a: m.is_hybrid_swa and not a.near, "SGLang keeps its KV in two pools, one of windowed layers, and FreeKV in one"),
@@ -249,7 +249,7 @@ def refuse_flags(asked: SimpleNamespace) -> None:
 
 def refuse_model(model, method: str = "freekv") -> None:
     """Raise one Refusal that names all properties of ``model``, SGLang's ModelConfig, that FreeKV does not serve."""
-    layers = AttentionLayers.of(model)
+    layers = layer_table(model)
     reasons = [rule.message.format(m=model, a=layers) for rule in MODEL_RULES if rule.applies(model, layers)]
     name = model.hf_config.architectures[0]
     if reasons:
@@ -296,13 +296,6 @@ def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
             f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
             f"{config.page_size} of this model's KV; use {gib:g} or more"
         )
-
-
-def _has_window(model) -> bool:
-    """Whether the model has a sliding window that is shorter than its longest context."""
-    if model.attention_chunk_size:
-        return False
-    return model.is_hybrid_swa or (model.sliding_window_size or model.context_len) < model.context_len
 
 
 def _fp8_checkpoint(model) -> bool:

@@ -13,6 +13,7 @@ from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -35,26 +36,24 @@ class FreeKVPool(MHATokenToKVPool):
         size: tokens of the host pool, which SGLang's allocator hands out.
         num_rows: running requests that the device cache holds.
         staging_tokens: tokens of context that one extend batch may have.
-        dtype, device: of the KV.
+        device: of the pools on the GPU.
 
     Raises:
         RuntimeError: the system does not give the host memory.
     """
 
-    def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, dtype, device: str) -> None:
+    def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, device: str) -> None:
         self.config, self.shape, self.num_rows, self.staging_tokens = config, shape, num_rows, staging_tokens
-        num_layers = shape.retrieval_layers + shape.dense_layers
-        retrieval_layers = [layer for layer in range(num_layers) if layer not in config.dense_layers]
-        self.retrieval_index = {layer: index for index, layer in enumerate(retrieval_layers)}
-        self.heads = len(retrieval_layers) * shape.kv_heads  # kv heads that every decode step may correct
+        self.retrieval_index = shape.layers.retrieval_index
+        self.heads = shape.retrieval_layers * shape.kv_heads  # kv heads that every decode step may correct
         self.totals, self.recall_times = RetrievalCounts(), RecallTimes()
         super().__init__(
             size=size,
             page_size=config.page_size,
-            dtype=dtype,
+            dtype=shape.format.storage,
             head_num=shape.kv_heads,
             head_dim=shape.head_dim,
-            layer_num=num_layers,
+            layer_num=len(shape.layers.kinds),
             device=device,
             enable_memory_saver=False,
         )
@@ -62,11 +61,11 @@ class FreeKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         """SGLang's allocation hook. Dense layers get full buffers; retrieval layers get none here and live in the store."""
-        rows = self.size + self.page_size
+        tokens = {LayerKind.DENSE: self.size + self.page_size}
         buffers = [
             [
-                torch.zeros((0 if layer in self.retrieval_index else rows, self.head_num, width), dtype=self.dtype, device=self.device)
-                for layer in range(self.layer_num)
+                torch.zeros((tokens.get(kind, 0), self.head_num, width), dtype=self.dtype, device=self.device)
+                for kind in self.shape.layers.kinds
             ]
             for width in (self.head_dim, self.v_head_dim)
         ]
@@ -75,31 +74,22 @@ class FreeKVPool(MHATokenToKVPool):
         self._init_data_ptrs_and_strides()
         policy = POLICIES[self.config.method](self.config)
         streams = Streams.make(self.device)
-        self.store = Store.build(
-            self.config,
-            self.shape,
-            self.size,
-            self.num_rows,
-            self.staging_tokens,
-            policy.digests.shape(self.head_dim, self.dtype.itemsize),
-            self.dtype,
-            self.device,
-            streams.transfers,
-        )
+        self.store = Store.build(self.config, self.shape, self.size, self.num_rows, self.staging_tokens, self.device, streams.transfers)
         self.planner = ExtendPlanner(streams.transfers, self.page_size)
         recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
-        attention = FlashInferExtend(*heads, self.dtype, self.device, EXTEND_WORKSPACE_BYTES) if on_gpu else ReferenceExtend()
+        compute = self.shape.format.compute
+        attention = FlashInferExtend(*heads, compute, self.device, EXTEND_WORKSPACE_BYTES) if on_gpu else ReferenceExtend()
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:
         if layer_id in self.retrieval_index:
             raise RuntimeError(
                 f"layer {layer_id} is a retrieval layer: its KV is in host memory and has no device buffer, expected one of the "
-                f"dense layers {list(self.config.dense_layers)}; the feature that asked for it is not supported under --kv-retrieval"
+                f"dense layers {self.shape.layers.numbers(LayerKind.DENSE)}; the feature that asked for it is not supported under --kv-retrieval"
             )
         return layer_id
 
@@ -136,7 +126,7 @@ class FreeKVPool(MHATokenToKVPool):
             "digest": self.config.digest,
             "pooling": self.config.pooling,
             "page_size": self.page_size,
-            "dense_layers": list(self.config.dense_layers),
+            "dense_layers": self.shape.layers.numbers(LayerKind.DENSE),
             "retrieval_layers": len(self.retrieval_index),
             "host_tokens": self.size,
             "host_bytes": self.store.host.num_bytes,
@@ -160,7 +150,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"{threshold}, {config.digest} digests, {config.pooling} pooling; host pool {gib['host_bytes']} for {self.size} tokens; "
             f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
-            f"digests {gib['digest_bytes']}; dense layers {list(config.dense_layers)} {gib['dense_bytes']}"
+            f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
             + (f"; canary {config.canary}" if config.canary != "off" else "")
         )
 

@@ -17,7 +17,6 @@ from sglang_freekv.config import (
     RECALLS,
     FreeKVConfig,
     Refusal,
-    typed,
 )
 from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, STEPS, TOKENS, Flag, one_of
 from sglang_freekv.memory_pool import host_memory

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
@@ -100,11 +100,11 @@ class Engine:
         generator = torch.Generator().manual_seed(seed)
         policy = POLICIES[config.method](config)
         digest = policy.digests.shape(DIM, 4)
-        shape = KVShape(LAYERS, 0, HEADS, HEADS * GROUP, DIM, math.prod(digest), 4)
+        shape = KVShape(LayerTable.uniform(LAYERS), HEADS, HEADS * GROUP, DIM, digest, KVFormat.plain(torch.float32))
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
         streams = Streams(stream(), stream(), stream())
-        store = Store.build(config, shape, 400 * config.page_size, 8, 500, digest, torch.float32, device, streams.transfers)
+        store = Store.build(config, shape, 400 * config.page_size, 8, 500, device, streams.transfers)
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)

@@ -9,9 +9,11 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_freekv.backend import _attention_layers, _check_layers
 from sglang_freekv.config import Refusal
+from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 
-SHAPE = KVShape(3, 1, 2, 6, 16, 32, 4)
+SHAPE = KVShape(LayerTable.uniform(3, dense=1), 2, 6, 16, (2, 16), KVFormat.plain(torch.float32))
 POOL = SimpleNamespace(layer_num=4, shape=SHAPE)
 
 

@@ -8,11 +8,14 @@ import re
 import shlex
 
 import pytest
+import torch
 from made_up import CONFIG, LLAMA, FakeGpu, NoGpu, model_file
 from sglang.srt.server_args import ServerArgs
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.launch import doctor
 from sglang_freekv.launch.cards import CARDS, card_of
+from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
@@ -97,7 +100,7 @@ def test_figures_are_those_of_sizing(ask, context, budget, page, ranks):
     answer = ask(None, "--model-path", LLAMA, *flags, "--host-memory", 200 * ranks)
     edge = min(512, budget // 4)
     config = FreeKVConfig(budget_tokens=budget, sink_tokens=edge, window_tokens=edge, page_size=page)
-    shape = KVShape(31, 1, max(1, 8 // ranks), 32 // ranks, head_dim=128, digest_elements=256, element_bytes=2)
+    shape = KVShape(LayerTable.uniform(31, dense=1), max(1, 8 // ranks), 32 // ranks, 128, (2, 128), KVFormat.plain(torch.bfloat16))
     sizing, tokens = Sizing(config, shape, context), -(-context // page) * page
     tiers = {name.removesuffix(" a rank"): tier for name, tier in answer.tiers.items()}
     assert tiers["host pool"]["per_request"] == tokens * sizing.host_bytes_per_token
@@ -157,7 +160,7 @@ def test_capacity_by_hand(make_machine, ask):
     )
     left = int(80 * GIB * 0.85) - 2 * 8_030_261_248
     request, staging = 131072 * 4096 + 4096 * 31 * 4096, 2 * 131072 * 4096
-    row = Sizing(FreeKVConfig(), KVShape(31, 1, 8, 32, 128, 256, 2), 131072).row_bytes
+    row = Sizing(FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072).row_bytes
     roomy = ask(None, "--model-path", LLAMA, "--context-length", 131072, "--gpu", 80, "--host-memory", "4TiB")
     assert roomy.report["requests"] == (left - staging - row) // (request + row) == 42
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 import yaml
 from sglang.srt.server_args import ServerArgs
-
 from sglang_freekv import __version__
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import GIB, FreeKVConfig, typed
 from sglang_freekv.launch import flags
+from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.metrics import METRICS
 from sglang_freekv.options import FLAGS
@@ -128,7 +130,7 @@ def test_the_citation_is_of_this_version_and_of_the_paper():
 @pytest.mark.parametrize("model", MODELS)
 def test_the_memory_of_a_request_is_what_the_server_reckons(model):
     layers, kv_heads, query_heads = MODELS[model]  # of 128 dimensions, in bfloat16
-    shape = KVShape(layers - 1, 1, kv_heads, query_heads, 128, 2 * 128, 2)
+    shape = KVShape(LayerTable.uniform(layers - 1, dense=1), kv_heads, query_heads, 128, (2, 128), KVFormat.plain(torch.bfloat16))
     sizes = {tokens: Sizing(FreeKVConfig(), shape, tokens) for tokens in (1 << 15, 1 << 17)}
     host = [f"{size.host_bytes_per_token * tokens / GIB:.1f}" for tokens, size in sizes.items()]
     device = [f"{(size.device_bytes_per_token * tokens + size.row_bytes) / GIB:.2f}" for tokens, size in sizes.items()]

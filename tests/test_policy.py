@@ -7,11 +7,12 @@ from typing import get_args
 
 import pytest
 import torch
-
 from sglang_freekv.config import DIGESTS, METHODS, POOLINGS, FreeKVConfig, Refusal
 from sglang_freekv.digests import TwoBit
 from sglang_freekv.kernels import CORRECTED, Box, Pooling
 from sglang_freekv.kv_pool import FreeKVPool
+from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.policy import POLICIES
 
@@ -60,7 +61,7 @@ def test_without_a_threshold_all_kv_heads_of_real_rows_are_corrected(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_pool_tells_the_method_and_its_threshold(name):
     config = FreeKVConfig(name, budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8, dense_layers=(0,))
-    pool = FreeKVPool(config, KVShape(2, 1, 2, 4, 16, 32, 4), 256, 2, 128, torch.float32, "cpu")
+    pool = FreeKVPool(config, KVShape(LayerTable.uniform(2, dense=1), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32)), 256, 2, 128, "cpu")
     facts, line = pool.describe(), pool.activation_line()
     assert (facts["method"], facts["tau"], facts["digest"], facts["pooling"]) == (name, *METHODS[name])
     assert line.startswith(f"KV retrieval is on: {name} on cpu, budget 64 tokens = sink 16 + selected 32 + window 16, pages of 8, ")

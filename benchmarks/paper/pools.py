@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels import Candidates
+from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.device_cache import LayerCache
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
 
 from benchmarks.paper.decoder import Shape
-from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.digests import digests_of
 
 
 class Pools:
@@ -29,13 +29,13 @@ class Pools:
         self.shape, self.config, self.device, self.dtype = shape, config, device, dtype
         self.host_pages = host_tokens // config.page_size
         digest = digests_of(config).shape(shape.head_dim, dtype.itemsize)
-        kv = KVShape(shape.layers, 0, shape.kv_heads, shape.query_heads, shape.head_dim, math.prod(digest), dtype.itemsize)
+        kv = KVShape(
+            LayerTable.uniform(shape.layers), shape.kv_heads, shape.query_heads, shape.head_dim, digest, KVFormat.plain(dtype)
+        )
         self.side = torch.cuda.Stream(device) if device == "cuda" else None  # of what is captured
         # for all methods: a library keeps memory for each stream, and of PyTorch's every 32nd is the same one again
         self.streams = Streams.make(device)
-        self.store = Store.build(
-            config, kv, host_tokens - config.page_size, rows, config.page_size, digest, dtype, device, self.streams[-1]
-        )
+        self.store = Store.build(config, kv, host_tokens - config.page_size, rows, config.page_size, device, self.streams[-1])
         for tensor in (*self.store.digests.layers, *(each for layer in self.store.cache.layers for each in (layer.keys, layer.values))):
             tensor.normal_()
 

@@ -100,7 +100,7 @@ def served(serve, prompts, request) -> SimpleNamespace:
 
 
 def served_by(name: str):
-    return pytest.mark.parametrize("served", [name], indirect=True)
+    return pytest.mark.parametrize("served", [name], indirect=True, scope="module")
 
 
 def assert_only_the_tree_holds_pages(server: TestServer) -> None:
@@ -192,7 +192,9 @@ def test_whoever_is_preempted_resumes_and_loses_no_token(served, prompts):
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize(("served", "state"), [(where.server, state) for state, where in STATES.items()], indirect=["served"])
+@pytest.mark.parametrize(
+    ("served", "state"), [(where.server, state) for state, where in STATES.items()], indirect=["served"], scope="module"
+)
 def test_a_request_that_ends_early_leaves_nothing(served, prompts, shared_prefix, state, how):
     """Of sixteen requests some are ended early: the others, and those that come after, are answered as ever."""
     server, expected, where = served.server, served.undisturbed, STATES[state]

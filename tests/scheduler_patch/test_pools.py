@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
+from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.scheduler_patch import pools
 
-SHAPE = KVShape(31, 1, 8, 32, 128, 256, 2)
+SHAPE = KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16))
 
 
 @pytest.fixture
