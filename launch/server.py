@@ -160,6 +160,10 @@ class Server:
             self._ensure_alive(grace_s=10)
             raise ServerFailed(f"{request.full_url}: {error}\n{self.tail()}") from None
 
+    def requests_held(self) -> int:
+        """Requests that run or are queued, on all ranks."""
+        return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/v1/loads")["loads"])
+
     def wait_until_idle(self, deadline_s: float = IDLE_DEADLINE_S) -> None:
         """Wait until no request is running or queued.
 
@@ -167,7 +171,7 @@ class Server:
             ServerFailed: requests are left after ``deadline_s``.
         """
         started = time.monotonic()
-        while any(rank["num_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/get_load")):
+        while self.requests_held():
             if time.monotonic() - started > deadline_s:
                 raise ServerFailed(f"the server is still busy after {deadline_s:.0f} s\n{self.tail()}")
             time.sleep(0.1)

@@ -52,7 +52,7 @@ def test_sigterm_lets_a_running_request_finish(server):
     answers = []
     running = threading.Thread(target=lambda: answers.append(server.generate(range(10, 400), 200)))
     running.start()
-    while not any(rank["num_reqs"] for rank in server.get("/get_load")):
+    while not server.requests_held():
         time.sleep(0.05)
     os.kill(server.process.pid, signal.SIGTERM)
     running.join(DEADLINE_S)
@@ -71,7 +71,7 @@ def test_a_killed_scheduler_leaves_no_server_that_hangs(server):
 
     running = threading.Thread(target=ask)
     running.start()
-    while not any(rank["num_reqs"] for rank in server.get("/get_load")):
+    while not server.requests_held():
         time.sleep(0.05)
     (scheduler,) = (pid for pid, args in processes(server).items() if "scheduler" in args)
     os.kill(scheduler, signal.SIGKILL)
