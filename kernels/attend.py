@@ -168,43 +168,78 @@ def _attend_pages(
     if p_stamp is not None:
         sampled = is_sampled(p_stamp)
     i_b, i_h, i_n, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_g, m_d = o_g < G, o_d < D
+    o_head = i_h * G + o_g
     present = A
     if p_present is not None:
         present = tl.load(p_present + i_b * H + i_h).to(tl.int32)
     if REST:
         if present >= A:
-            o_g = tl.arange(0, BLOCK_G)
-            tl.store(p_weights + (i_b * (H * G) + i_h * G + o_g) * N + N - splits + i_n, float("-inf"), mask=o_g < G)
+            tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
             return
-    o_g, o_t, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
-    m_g, m_d = o_g < G, o_d < D
-    o_head = i_h * G + o_g
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
-    b_q = tl.load(
-        p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0
-    ).to(p_keys.dtype.element_ty)
+    o_q = i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :]
+    b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0).to(p_keys.dtype.element_ty)
+    first, last, end = _tokens_of(i_n, splits, present, seq_len, A, REST, S, BLOCK_T)
+    if REST:
+        if first >= end:
+            tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
+            return
 
-    # tokens of the listed pages, and this program's split of them in whole tiles
-    p_slots += (i_b * H + i_h) * A
-    p_pages += (i_b * H + i_h) * A
+    p_reads = p_slots + (i_b * H + i_h) * A, p_pages + (i_b * H + i_h) * A
+    b_acc, b_sum, b_max = _attend_tokens(b_q, p_keys, p_values, p_reads, i_h, first, last, seq_len, scale, H, D, S, BLOCK_T)
+    o_out = (i_b * (H * G) + o_head) * N + i_n
+    if REST:
+        o_out += N - splits
+    tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
+    if p_weights is not None:
+        tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
+    if p_stamp is not None:
+        if sampled:
+            note_end(p_stamp)
+
+
+@triton.jit
+def _tokens_of(i_n, splits, present, seq_len, A, REST: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The first and the last token of split ``i_n`` of the present pages, or of the rest, in whole tiles."""
     tokens = S * tl.minimum(tl.cdiv(seq_len, S), A)
     begin, end = 0, tl.minimum(present * S, tokens)
     if REST:
         begin, end = end, tokens
     share = tl.cdiv(tl.cdiv(end - begin, BLOCK_T), splits) * BLOCK_T
     first = begin + i_n * share
-    last = tl.minimum(first + share, end)
-    if REST:
-        if first >= end:
-            tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
-            return
+    return first, tl.minimum(first + share, end), end
 
+
+@triton.jit
+def _attend_tokens(
+    b_q,
+    p_keys,
+    p_values,
+    p_reads,
+    head,
+    first,
+    last,
+    seq_len,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Attention of ``b_q [BLOCK_G, BLOCK_D]`` to the listed tokens from ``first`` to ``last``: output, sum and maximum of its softmax."""
+    BLOCK_G: tl.constexpr = b_q.shape[0]
+    BLOCK_D: tl.constexpr = b_q.shape[1]
+    p_slots, p_pages = p_reads
+    o_t, o_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    m_d = o_d < D
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     o_row, m_visible = _locate(p_slots, p_pages, first + o_t, last, seq_len, S)
     for start in range(first, last, BLOCK_T):
-        o_kv, m_kv = (o_row[:, None] * H + i_h) * D + o_d[None, :], m_visible[:, None] & m_d[None, :]
+        o_kv, m_kv = (o_row[:, None] * H + head) * D + o_d[None, :], m_visible[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
         b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
         m_logit = m_visible
@@ -219,18 +254,8 @@ def _attend_pages(
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
         b_max = b_new
-
     b_sum = tl.where(b_sum == 0, 1.0, b_sum)  # keeps NaN, which makes the weight NaN: a weight of -inf would leave it out of the merge
-    b_acc = b_acc / b_sum[:, None]
-    o_out = (i_b * (H * G) + o_head) * N + i_n
-    if REST:
-        o_out += N - splits
-    tl.store(p_output + o_out[:, None] * D + o_d[None, :], b_acc.to(p_output.dtype.element_ty), mask=m_g[:, None] & m_d[None, :])
-    if p_weights is not None:
-        tl.store(p_weights + o_out, b_max + tl.log2(b_sum), mask=m_g)
-    if p_stamp is not None:
-        if sampled:
-            note_end(p_stamp)
+    return b_acc / b_sum[:, None], b_sum, b_max
 
 
 @triton.jit

@@ -87,6 +87,7 @@ def _recall_kernel(
     FOLLOWS: tl.constexpr,
 ):
     await_previous(FOLLOWS)
+    sampled = False
     if p_stamp is not None:
         sampled = is_sampled(p_stamp)
         note_begin(p_stamp)
@@ -94,46 +95,54 @@ def _recall_kernel(
     o_s = o_t % BLOCK_S
     m_unit = (o_s < S) & (o_d < D)
     p_host_keys = p_host + o_s * host_stride_token + o_d
-    p_host_values = p_host_keys + host_stride_kind
+    p_in = p_host_keys, p_host_keys + host_stride_kind
     o_out = o_s * stride_token + o_d
-    p_keys += o_out
-    p_values += o_out
+    p_out = p_keys + o_out, p_values + o_out
     first, step = tl.program_id(0) * UNITS, tl.num_programs(0) * UNITS
     count = tl.minimum(tl.load(p_length), M)
     o_u = 0 if UNITS == 1 else o_t // BLOCK_S  # a scalar with UNITS == 1, which is looked up once instead of once a row
-
+    misses = p_host_pages, p_heads, p_slots
+    strides = host_stride_page, host_stride_head, stride_slot, stride_head
     if PREFETCH:  # even and odd units have registers of their own: one is read while the other is written
-        m = first + o_u < count
-        o_in, o_even = _locate(first + o_u, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-        m_even = m_unit & m
-        b_even_keys = tl.load(p_host_keys + o_in, mask=m_even, other=0)
-        b_even_values = tl.load(p_host_values + o_in, mask=m_even, other=0)
+        even = _read(first + o_u, count, m_unit, p_in, misses, strides)
         for i in range(first, count, 2 * step):
-            i_odd, i_even = i + step + o_u, i + 2 * step + o_u
-            m = i_odd < count
-            o_in, o_odd = _locate(i_odd, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-            m_odd = m_unit & m
-            b_odd_keys = tl.load(p_host_keys + o_in, mask=m_odd, other=0)
-            b_odd_values = tl.load(p_host_values + o_in, mask=m_odd, other=0)
-            tl.store(p_keys + o_even, b_even_keys, mask=m_even)
-            tl.store(p_values + o_even, b_even_values, mask=m_even)
-            m = i_even < count
-            o_in, o_even = _locate(i_even, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-            m_even = m_unit & m
-            b_even_keys = tl.load(p_host_keys + o_in, mask=m_even, other=0)
-            b_even_values = tl.load(p_host_values + o_in, mask=m_even, other=0)
-            tl.store(p_keys + o_odd, b_odd_keys, mask=m_odd)
-            tl.store(p_values + o_odd, b_odd_values, mask=m_odd)
+            odd = _read(i + step + o_u, count, m_unit, p_in, misses, strides)
+            _write(p_out, even)
+            even = _read(i + 2 * step + o_u, count, m_unit, p_in, misses, strides)
+            _write(p_out, odd)
     else:
         for i in range(first, count, step):
-            m = i + o_u < count
-            o_in, o_slot = _locate(i + o_u, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head)
-            b_keys = tl.load(p_host_keys + o_in, mask=m_unit & m, other=0)
-            b_values = tl.load(p_host_values + o_in, mask=m_unit & m, other=0)
-            tl.store(p_keys + o_slot, b_keys, mask=m_unit & m)
-            tl.store(p_values + o_slot, b_values, mask=m_unit & m)
+            _write(p_out, _read(i + o_u, count, m_unit, p_in, misses, strides))
+    _finish(p_length, p_stamp, count, sampled)
 
-    # The last program to finish empties the list. The barrier comes first, because a warp of it may not have read the length yet.
+
+@triton.jit
+def _read(i, count, m_unit, p_in, misses, strides):
+    """Unit ``i``, or several units: keys, values, their offset in the device cache, and a mask."""
+    p_host_pages, p_heads, p_slots = misses
+    host_stride_page, host_stride_head, stride_slot, stride_head = strides
+    p_host_keys, p_host_values = p_in
+    m = i < count
+    i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
+    i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
+    i_slot = tl.load(p_slots + i, mask=m, other=0).to(tl.int64)
+    o_in = i_page * host_stride_page + i_head * host_stride_head
+    o_out = i_slot * stride_slot + i_head * stride_head
+    m = m_unit & m
+    return tl.load(p_host_keys + o_in, mask=m, other=0), tl.load(p_host_values + o_in, mask=m, other=0), o_out, m
+
+
+@triton.jit
+def _write(p_out, unit):
+    p_keys, p_values = p_out
+    b_keys, b_values, o_out, m = unit
+    tl.store(p_keys + o_out, b_keys, mask=m)
+    tl.store(p_values + o_out, b_values, mask=m)
+
+
+@triton.jit
+def _finish(p_length, p_stamp, count, sampled):
+    """The last program to finish empties the list. The barrier comes first, because a warp of it may not have read the length yet."""
     tl.debug_barrier()
     if tl.atomic_add(p_length + 1, 1) == tl.num_programs(0) - 1:
         if p_stamp is not None:
@@ -143,12 +152,3 @@ def _recall_kernel(
         tl.store(p_length + 1, 0)
         tl.store(p_length + 2, count)
         tl.store(p_length + 3, tl.load(p_length + 3) + 1)
-
-
-@triton.jit
-def _locate(i, m, p_host_pages, p_heads, p_slots, host_stride_page, host_stride_head, stride_slot, stride_head):
-    """Offsets of unit ``i``, or of several units, in the host pool and in the device cache."""
-    i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
-    i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
-    i_slot = tl.load(p_slots + i, mask=m, other=0).to(tl.int64)
-    return i_page * host_stride_page + i_head * host_stride_head, i_slot * stride_slot + i_head * stride_head

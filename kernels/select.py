@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,63 +16,74 @@ LIGHTEST = tl.constexpr(-(2**31) + 1)
 HEAVIEST = tl.constexpr(2**31 - 1)
 FAINT = tl.constexpr(-3.0e38)  # as in reference_plan
 
-BLOCKS = (1024, 4096)  # a context with at most so many candidates takes a shorter path than the longest possible context
+BLOCKS = (1024, 4096)  # P_FEW and P_MANY, if the longest possible context has more pages
 
 
-def compiled_for(candidates: Candidates, tables: Tables) -> dict[str, Any]:
-    """Constants and launch options for which a kernel that selects is compiled."""
+class Sizes(NamedTuple):
+    """Sizes for which a kernel that selects is compiled; letters as in ``reference``."""
+
+    SINK: int
+    SELECTED: int
+    WINDOW: int
+    H: int
+    G: int
+    S: int
+    C: int
+    A: int
+    G_BLOCK: int
+    C_BLOCK: int
+    A_BLOCK: int
+    P_FEW: int  # a context with at most so many candidates takes the shortest path
+    P_MANY: int  # and one with at most so many a path in between
+    P_BLOCK: int
+
+
+def sizes_of(candidates: Candidates, tables: Tables) -> Sizes:
     (_, num_heads, num_pages), (_, num_kv_heads, capacity) = candidates.logits.shape, tables.slot_pages.shape
-    budget, group, num_attended = candidates.budget, num_heads // num_kv_heads, tables.attended.shape[2]
-    block = triton.next_power_of_2(num_pages)
+    group, num_attended, block = num_heads // num_kv_heads, tables.attended.shape[2], triton.next_power_of_2(num_pages)
+    return Sizes(
+        SINK=candidates.budget.sink,
+        SELECTED=candidates.budget.selected,
+        WINDOW=candidates.budget.window,
+        H=num_kv_heads,
+        G=group,
+        S=candidates.page_size,
+        C=capacity,
+        A=num_attended,
+        G_BLOCK=triton.next_power_of_2(group),
+        C_BLOCK=triton.next_power_of_2(capacity),
+        A_BLOCK=triton.next_power_of_2(num_attended),
+        P_FEW=min(block, BLOCKS[0]),
+        P_MANY=min(block, BLOCKS[1]),
+        P_BLOCK=block,
+    )
+
+
+def launch_of(sizes: Sizes) -> dict[str, int | None]:
+    """Launch options of a kernel that selects."""
+    block = sizes.P_BLOCK
     return {
-        "SINK": budget.sink,
-        "SELECTED": budget.selected,
-        "WINDOW": budget.window,
-        "H": num_kv_heads,
-        "G": group,
-        "G_BLOCK": triton.next_power_of_2(group),
-        "POOLING": candidates.pooling,
-        "S": candidates.page_size,
-        "C": capacity,
-        "A": num_attended,
-        "P_BLOCK": block,
-        "P_FEW": min(block, BLOCKS[0]),
-        "P_MANY": min(block, BLOCKS[1]),
-        "C_BLOCK": triton.next_power_of_2(capacity),
-        "A_BLOCK": triton.next_power_of_2(num_attended),
         "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
         "maxnreg": 64 if block > 16384 else None,  # all that 32 warps can have; by itself the compiler takes fewer
     }
 
 
 @triton.jit
-def weigh_and_choose(
-    p_logits,  # [G, P]
-    first,
-    num_pages,
-    P,
-    SINK: tl.constexpr,
-    SELECTED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    G: tl.constexpr,
-    G_BLOCK: tl.constexpr,
-    POOLING: tl.constexpr,
-    P_BLOCK: tl.constexpr,
-):
-    """Weights of the pages from ``first`` on, and a mask of the chosen ones.
+def weigh_and_choose(p_logits, first, num_pages, P, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
+    """Weights of the pages from ``first`` on, and a mask of the chosen ones, from ``p_logits [G, P]``.
 
     The weights are those of reference.select_pages as integers in the same order, without a term that all pages share.
     """
     o_p = first + tl.arange(0, P_BLOCK)
-    m_candidate = (o_p >= SINK) & (o_p < tl.minimum(num_pages - WINDOW, P))
+    m_candidate = (o_p >= SIZES.SINK) & (o_p < tl.minimum(num_pages - SIZES.WINDOW, P))
     if POOLING == "softmax-mean":
-        b_weight = _softmax_mean(p_logits, o_p, m_candidate, P, G, G_BLOCK, P_BLOCK)
+        b_weight = _softmax_mean(p_logits, o_p, m_candidate, P, SIZES.G, SIZES.G_BLOCK, P_BLOCK)
     else:
-        b_weight = _pooled_logits(p_logits, o_p, m_candidate, P, G, POOLING)
+        b_weight = _pooled_logits(p_logits, o_p, m_candidate, P, SIZES.G, POOLING)
     b_bits = b_weight.to(tl.int32, bitcast=True)
     b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
-    free = tl.maximum(tl.minimum(num_pages - WINDOW, P) - SINK, 0)
-    return b_order, heaviest(b_order, free, SELECTED)
+    free = tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0)
+    return b_order, heaviest(b_order, free, SIZES.SELECTED)
 
 
 @triton.jit

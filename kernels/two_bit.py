@@ -181,10 +181,9 @@ def _score_two_bit(
         return
 
     HALF: tl.constexpr = D // 2
-    LN_2: tl.constexpr = 0.6931471805599453
     dtype: tl.constexpr = p_digests.dtype.element_ty
-    o_t, o_g, o_d, o_k = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, 2 * BLOCK_D)
-    m_g, m_d = o_g < G, o_d < HALF
+    o_t, o_g, o_k = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_G), tl.arange(0, 2 * BLOCK_D)
+    m_g = o_g < G
     o_head = i_h * G + o_g
     o_q = (o_head * stride_h)[None, :] + (o_k // 2 + o_k % 2 * HALF)[:, None]  # d and d + D / 2 side by side, as in a word
     b_q = tl.load(p_queries + i_b * stride_b + o_q, mask=(o_k // 2 < HALF)[:, None] & m_g[None, :], other=0.0).to(dtype)
@@ -194,27 +193,44 @@ def _score_two_bit(
     for start in range(first, end, tl.num_programs(0) * BLOCK_P):
         o_p = start + o_t
         m_p = o_p < end
-        m_pd = m_p[:, None] & m_d[None, :]
         unit = tl.maximum(b_page, 0).to(tl.int64) * H + i_h
-        p_upper = p_digests + unit[:, None] * E + o_d[None, :]
-        p_word = p_words + (unit[:, None] + 1) * E_WORDS - S // WORD * HALF + o_d[None, :]
-        b_low_base, b_low_slope = _line(p_upper, p_upper + D, m_pd)
-        b_high_base, b_high_slope = _line(p_upper + HALF, p_upper + D + HALF, m_pd)
-        b_base = tl.reshape(tl.join(b_low_base, b_high_base).to(dtype), (BLOCK_P, 2 * BLOCK_D))
-        b_slope = tl.reshape(tl.join(b_low_slope, b_high_slope).to(dtype), (BLOCK_P, 2 * BLOCK_D))
+        p_upper = p_digests + unit[:, None] * E
+        p_word = p_words + (unit[:, None] + 1) * E_WORDS - S // WORD * HALF
         o_next = o_p + tl.num_programs(0) * BLOCK_P
         b_page = tl.load(p_table + o_next, mask=o_next < end, other=0)
-        b_top = tl.full((BLOCK_P, BLOCK_G), float("-inf"), tl.float32)
-        b_sum = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
-        if S // WORD <= UNROLLED:
-            for word in tl.static_range(S // WORD):
-                b_word = tl.load(p_word + word * HALF, mask=m_pd, other=0)
-                b_top, b_sum = _add_tokens(b_top, b_sum, b_word, b_slope, b_base, b_q, scale / LN_2, WORD)
-        else:
-            for word in range(S // WORD):
-                b_word = tl.load(p_word + word * HALF, mask=m_pd, other=0)
-                b_top, b_sum = _add_tokens(b_top, b_sum, b_word, b_slope, b_base, b_q, scale / LN_2, WORD)
-        tl.store(p_out + o_p[:, None], (tl.log2(b_sum) + b_top) * LN_2, mask=m_p[:, None] & m_g[None, :])
+        b_logit = _page_logits(b_q, p_upper, p_word, m_p, scale, D, S, WORD, UNROLLED)
+        tl.store(p_out + o_p[:, None], b_logit, mask=m_p[:, None] & m_g[None, :])
+
+
+@triton.jit
+def _page_logits(
+    b_q, p_upper, p_word, m_p, scale, D: tl.constexpr, S: tl.constexpr, WORD: tl.constexpr, UNROLLED: tl.constexpr
+):
+    """``[BLOCK_P, BLOCK_G]`` logarithms of a page's sum of exponentials over its tokens, from the digests of a tile of pages."""
+    HALF: tl.constexpr = D // 2
+    BLOCK_P: tl.constexpr = m_p.shape[0]
+    BLOCK_D: tl.constexpr = b_q.shape[0] // 2
+    BLOCK_G: tl.constexpr = b_q.shape[1]
+    LN_2: tl.constexpr = 0.6931471805599453
+    o_d = tl.arange(0, BLOCK_D)
+    m_pd = m_p[:, None] & (o_d < HALF)[None, :]
+    p_upper += o_d[None, :]
+    p_word += o_d[None, :]
+    b_low_base, b_low_slope = _line(p_upper, p_upper + D, m_pd)
+    b_high_base, b_high_slope = _line(p_upper + HALF, p_upper + D + HALF, m_pd)
+    b_base = tl.reshape(tl.join(b_low_base, b_high_base).to(b_q.dtype), (BLOCK_P, 2 * BLOCK_D))
+    b_slope = tl.reshape(tl.join(b_low_slope, b_high_slope).to(b_q.dtype), (BLOCK_P, 2 * BLOCK_D))
+    b_top = tl.full((BLOCK_P, BLOCK_G), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_P, BLOCK_G), tl.float32)
+    if S // WORD <= UNROLLED:
+        for word in tl.static_range(S // WORD):
+            b_word = tl.load(p_word + word * HALF, mask=m_pd, other=0)
+            b_top, b_sum = _add_tokens(b_top, b_sum, b_word, b_slope, b_base, b_q, scale / LN_2, WORD)
+    else:
+        for word in range(S // WORD):
+            b_word = tl.load(p_word + word * HALF, mask=m_pd, other=0)
+            b_top, b_sum = _add_tokens(b_top, b_sum, b_word, b_slope, b_base, b_q, scale / LN_2, WORD)
+    return (tl.log2(b_sum) + b_top) * LN_2
 
 
 @triton.jit

@@ -50,15 +50,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sglang_freekv.kernels import attend, plan, recall
+from sglang_freekv.kernels.select import Sizes
 
 WIDE = {"p_rows", "p_seq_lens", "p_counts"}
 TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output"}
 FOUR = {"p_logits", "p_weights", "p_parts"}
 NUMBERS = {
     "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "AHEAD_FIRST": True,
-    "HITS": 0, "RECALLED": 1, "SINK": 16, "SELECTED": 32, "WINDOW": 16, "G_BLOCK": 4, "POOLING": "softmax-mean", "C": 64, "A": 64,
-    "P_BLOCK": 4096, "P_FEW": 1024, "P_MANY": 4096, "C_BLOCK": 64, "A_BLOCK": 64, "A_PART": 64, "UNITS": 1, "BLOCK_S": 32,
-    "PREFETCH": True,
+    "POOLING": "softmax-mean", "A_PART": 64, "UNITS": 1, "BLOCK_S": 32, "PREFETCH": True,
+    "SIZES": Sizes(SINK=16, SELECTED=32, WINDOW=16, H=8, G=4, S=32, C=64, A=64, G_BLOCK=4, C_BLOCK=64, A_BLOCK=64, P_FEW=1024, P_MANY=4096,
+                   P_BLOCK=4096),
 }
 
 def first_accesses(name, kernel, **more):
