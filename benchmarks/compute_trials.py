@@ -35,7 +35,7 @@ def score_pages(inputs: Inputs) -> Trial:
 
     def run(kernel, layer):
         where = (inputs.rows, inputs.seq_lens, inputs.page_table)
-        return kernel(layer.queries, layer.digests, *where, case.budget, case.page_size, case.head_dim**-0.5)
+        return kernel(layer.queries, layer.digests, *where, case.budget, case.page_size, scale=case.head_dim**-0.5)
 
     got, expected = run(kernels.score_pages, layer), run(reference.score_pages, layer)
     read = _candidates(inputs)
@@ -51,7 +51,7 @@ def score_two_bit(inputs: Inputs) -> Trial:
     digests = [inputs.draw(*units, *TwoBit(case.budget, case.page_size).shape(case.head_dim, DTYPE.itemsize)) for _ in inputs.layers]  # any bits will do
 
     def run(kernel, layer, digests):
-        return kernel(layer.queries, digests, *where, case.head_dim**-0.5)
+        return kernel(layer.queries, digests, *where, scale=case.head_dim**-0.5)
 
     got, expected = (run(kernel, inputs.layers[0], digests[0]) for kernel in (kernels.score_two_bit, reference.score_two_bit))
     read = _candidates(inputs)

@@ -17,7 +17,7 @@ STAGED_TOKENS = 32768
 def append_tokens(inputs: Inputs) -> Trial:
     def run(kernel, layer, keys, values):
         new = (layer.new_keys, layer.new_values)
-        return kernel(*new, inputs.rows, inputs.seq_lens, inputs.page_table, layer.tables.slot_pages, keys, values)
+        return kernel(*new, inputs.rows, inputs.seq_lens, inputs.page_table, layer.tables.slot_pages, keys=keys, values=values)
 
     layer = inputs.layers[0]
     got, expected = ([layer.keys.clone(), layer.values.clone()] for _ in range(2))
@@ -114,11 +114,12 @@ def fill_pages(inputs: Inputs) -> Trial:
             slot_pages[row, head] = torch.randperm(tokens // case.page_size, device=device)[: case.capacity].to(torch.int32)
     layer = inputs.layers[0]
     got, expected = ([layer.keys.clone(), layer.values.clone()] for _ in range(2))
-    kernels.fill_pages(*source, starts, rows, seq_lens, slot_pages, *got)
-    reference.fill_pages(*source, starts, rows, seq_lens, slot_pages, *expected)
+    kernels.fill_pages(*source, starts, rows, seq_lens, slot_pages, keys=got[0], values=got[1])
+    reference.fill_pages(*source, starts, rows, seq_lens, slot_pages, keys=expected[0], values=expected[1])
     assert all(torch.equal(a, b) for a, b in zip(got, expected)), "not the reference's"
     num_bytes = 2 * len(rows) * case.kv_heads * case.capacity * case.unit_bytes
-    launches = per_layer(inputs, lambda layer: kernels.fill_pages(*source, starts, rows, seq_lens, slot_pages, layer.keys, layer.values))
+    arguments = *source, starts, rows, seq_lens, slot_pages
+    launches = per_layer(inputs, lambda layer: kernels.fill_pages(*arguments, keys=layer.keys, values=layer.values))
     return Trial(launches, num_bytes)
 
 

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels. A Triton kernel runs on a GPU; the PyTorch reference that specifies it runs on a CPU."""
+"""The kernels. A Triton kernel runs on a GPU; the PyTorch reference that specifies it, and documents it, runs on a CPU."""
 
 if __name__ == "kernels":  # the checkout root is on sys.path, and the caller wants Hugging Face's `kernels`
     from ._shadow import hand_over
 
     hand_over()
 else:
+    from sglang_freekv.kernels import reference
     from sglang_freekv.kernels.candidates import Candidates, Pooling, Tables
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.misses import Misses
     from sglang_freekv.kernels.reads import Reads
     from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box
+    from sglang_freekv.kernels.units import Units
 
-    allocate_shares = by_device("attend", "allocate_shares")
-    append_tokens = by_device("append", "append_tokens")
-    attend_pages = by_device("attend", "attend_pages")
-    attend_present = by_device("attend", "attend_present")
-    attend_rest = by_device("attend", "attend_rest")
-    checksum_pages = by_device("checksum", "checksum_pages")
-    digest_pages = by_device("digest", "digest_pages")
-    digest_two_bit = by_device("two_bit", "digest_two_bit")
-    fill_pages = by_device("fill", "fill_pages")
-    merge_shares = by_device("attend", "merge_shares")
-    needs_correction = by_device("correction", "needs_correction")
-    offload_pages = by_device("offload", "offload_pages")
-    plan_pages = by_device("plan", "plan_pages")
-    plan_rest = by_device("plan", "plan_rest")
-    recall_pages = by_device("recall", "recall_pages")
-    score_pages = by_device("score", "score_pages")
-    score_two_bit = by_device("two_bit", "score_two_bit")
-    seed_slots = by_device("seed", "seed_slots")
-    settle_stamps = by_device("stamps", "settle_stamps")
-    snapshot_pages = by_device("page_table", "snapshot_pages")
-    stage_pages = by_device("stage", "stage_pages")
-    verify_units = by_device("checksum", "verify_units")
-    write_stamp = by_device("stamps", "write_stamp")
+    allocate_shares = by_device(reference.allocate_shares, of="queries")
+    append_tokens = by_device(reference.append_tokens, of="new_keys")
+    attend_pages = by_device(reference.attend_pages, of="queries")
+    attend_present = by_device(reference.attend_present, of="queries")
+    attend_rest = by_device(reference.attend_rest, of="queries")
+    checksum_pages = by_device(reference.checksum_pages, of="keys")
+    digest_pages = by_device(reference.digest_pages, of="keys")
+    digest_two_bit = by_device(reference.digest_two_bit, of="keys")
+    fill_pages = by_device(reference.fill_pages, of="source_keys")
+    merge_shares = by_device(reference.merge_shares, of="outputs")
+    needs_correction = by_device(reference.needs_correction, of="queries")
+    offload_pages = by_device(reference.offload_pages, of="keys")
+    plan_pages = by_device(reference.plan_pages, of="candidates")
+    plan_rest = by_device(reference.plan_rest, of="candidates")
+    recall_pages = by_device(reference.recall_pages, of="keys")
+    score_pages = by_device(reference.score_pages, of="queries")
+    score_two_bit = by_device(reference.score_two_bit, of="queries")
+    seed_slots = by_device(reference.seed_slots, of="candidates")
+    settle_stamps = by_device(reference.settle_stamps, of="stamps")
+    snapshot_pages = by_device(reference.snapshot_pages, of="page_table")
+    stage_pages = by_device(reference.stage_pages, of="keys")
+    verify_units = by_device(reference.verify_units, of="keys")
+    write_stamp = by_device(reference.write_stamp, of="stamp")
 
     __all__ = [
         "Box",
@@ -46,6 +48,7 @@ else:
         "RECALLED",
         "Reads",
         "Tables",
+        "Units",
         "allocate_shares",
         "append_tokens",
         "attend_pages",

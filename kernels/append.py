@@ -15,6 +15,7 @@ def append_tokens(
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
     slot_pages: torch.Tensor,
+    *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:

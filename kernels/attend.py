@@ -31,10 +31,10 @@ def attend_pages(
     (splits, _), reads = _splits(queries, keys, reads), reads._replace(present=None)
     if splits > 1:
         shares = _empty_shares(queries, splits)
-        _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits)
+        _launch(queries, keys, values, seq_lens, reads, scale, shares, splits=splits)
         return merge_shares(*shares, queries.dtype)
     output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    _launch(queries, keys, values, seq_lens, reads, scale, output, None, splits)
+    _launch(queries, keys, values, seq_lens, reads, scale, (output, None), splits=splits)
     return output
 
 
@@ -51,11 +51,12 @@ def attend_present(
     reads: Reads,
     scale: float,
     shares: Shares,
+    *,
     stamp: torch.Tensor | None = None,
 ) -> None:
     """As :func:`reference.attend_present`; one program for each (request, kv head, split of its present pages)."""
     splits, _ = _splits(queries, keys, reads)
-    _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits, stamp=stamp)
+    _launch(queries, keys, values, seq_lens, reads, scale, shares, splits=splits, stamp=stamp)
 
 
 def attend_rest(
@@ -63,7 +64,7 @@ def attend_rest(
 ) -> None:
     """As :func:`reference.attend_rest`; a program without tokens to attend to ends at once."""
     _, splits = _splits(queries, keys, reads)
-    _launch(queries, keys, values, seq_lens, reads, scale, *shares, splits, rest=True)
+    _launch(queries, keys, values, seq_lens, reads, scale, shares, splits=splits, rest=True)
 
 
 def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,7 +106,21 @@ def _empty_shares(queries: torch.Tensor, number: int) -> Shares:
     return Shares(outputs, torch.empty(batch, num_heads, number, dtype=torch.float32, device=queries.device))
 
 
-def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, splits, rest=False, stamp=None) -> None:
+def _launch(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    into: tuple[torch.Tensor, torch.Tensor | None],
+    *,
+    splits: int,
+    rest: bool = False,
+    stamp: torch.Tensor | None = None,
+) -> None:
+    """Attend into outputs and weights as in ``Shares``; weights are None with one split."""
+    weights = into[1]
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
     group = num_heads // num_kv_heads
     assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.slots, reads.pages))
@@ -115,8 +130,7 @@ def _launch(queries, keys, values, seq_lens, reads, scale, outputs, weights, spl
         values,
         seq_lens,
         *reads,
-        outputs,
-        weights,
+        *into,
         stamp,
         queries.stride(0),
         queries.stride(1),

@@ -33,6 +33,11 @@ class Candidates(NamedTuple):
     page_size: int
     pooling: Pooling = "softmax-mean"
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the tensors are on a GPU."""
+        return self.logits.is_cuda
+
 
 class Tables(NamedTuple):
     """What each kv head of each row has on the device, and what it attends to.

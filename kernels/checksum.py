@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.reference import SPREAD
+from sglang_freekv.kernels.units import Units
 
 
 def checksum_pages(
@@ -37,17 +38,13 @@ def checksum_pages(
 def verify_units(
     keys: torch.Tensor,
     values: torch.Tensor,
-    starts: torch.Tensor,
-    tokens_per_start: int,
-    heads: torch.Tensor,
-    host_pages: torch.Tensor,
-    count: torch.Tensor,
-    every: int,
+    units: Units,
     checksums: torch.Tensor,
-    layer: int,
     faults: torch.Tensor,
-    page_size: int,
     *,
+    every: int,
+    layer: int,
+    page_size: int,
     programs: int = 128,
 ) -> None:
     """As reference.verify_units. Only ``programs`` programs run, which leaves the rest of the device to the computation."""
@@ -57,16 +54,16 @@ def verify_units(
     _verify_kernel[(programs,)](
         keys,
         values,
-        starts,
-        heads,
-        host_pages,
-        count,
+        units.starts,
+        units.heads,
+        units.host_pages,
+        units.count,
         checksums,
         faults,
-        len(host_pages),
+        len(units.host_pages),
         layer,
         len(faults) - 1,
-        tokens_per_start * keys.stride(0),
+        units.tokens_per_start * keys.stride(0),
         *keys.stride()[:2],
         H=num_heads,
         S=page_size,

@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch: one callable for a Triton kernel and its reference; the device of its tensors decides which runs."""
+"""Dispatch: one function for a reference and its Triton kernel. The device of one argument decides which of them runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
-from sglang_freekv.kernels import reference
+P = ParamSpec("P")
+R = TypeVar("R")
 
-ON_DEVICE = {"recall_pages": 2, "stage_pages": 3}  # index of the argument whose device decides: their first one is always in host memory
 
+def by_device(reference: Callable[P, R], of: str) -> Callable[P, R]:
+    """``reference`` for tensors in host memory, and for tensors on a GPU the kernel of that name in ``on_gpu``.
 
-def by_device(module: str, name: str) -> Callable:
-    """``name`` as a callable: the kernel of ``module`` for tensors on a GPU, the reference for tensors in host memory."""
-    on_cpu = getattr(reference, name)
-    index = ON_DEVICE.get(name, 0)
-    compiled: list[Callable] = []
+    Args:
+        reference: the specification, whose signature and docstring the result has.
+        of: the argument whose ``is_cuda`` decides: a tensor, or ``Candidates``.
+    """
+    place = list(signature(reference).parameters).index(of)
+    compiled: list[Callable[P, R]] = []
 
-    @wraps(on_cpu)
-    def call(*args, **options):
-        first = args[index]
-        if not (first[0] if isinstance(first, tuple) else first).is_cuda:
-            return on_cpu(*args, **options)
+    @wraps(reference)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        decisive: Any = args[place] if place < len(args) else options[of]
+        if not decisive.is_cuda:
+            return reference(*args, **options)
         if not compiled:  # imported on the first call: Triton needs a GPU to compile for
-            compiled.append(getattr(import_module(f"sglang_freekv.kernels.{module}"), name))
+            compiled.append(getattr(import_module("sglang_freekv.kernels.on_gpu"), reference.__name__))
         return compiled[0](*args, **options)
 
     return call

@@ -15,6 +15,7 @@ def fill_pages(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     slot_pages: torch.Tensor,
+    *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:

@@ -29,7 +29,7 @@ def attend_pages(
         ``[B, Hq, D]`` in the dtype of the queries, zeros for a padding request.
     """
     result = torch.zeros_like(queries)
-    _attend(queries, keys, values, seq_lens, reads.slots, reads.pages, scale, result)
+    _attend(queries, keys, values, seq_lens, reads, scale, result)
     return result
 
 
@@ -47,6 +47,7 @@ def attend_present(
     reads: Reads,
     scale: float,
     shares: Shares,
+    *,
     stamp: torch.Tensor | None = None,
 ) -> None:
     """The part of ``attend_pages`` over the present pages, which are at the head of each list.
@@ -54,7 +55,7 @@ def attend_present(
     Args:
         stamp: ``[4]`` of ``reference_stamps``: receives the end.
     """
-    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, ~_coming(reads), 0)
+    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=~_coming(reads), number=0)
     if stamp is not None:
         write_stamp(stamp)
 
@@ -63,7 +64,7 @@ def attend_rest(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
 ) -> None:
     """The part of ``attend_pages`` over the other pages, which the correction's recall has brought."""
-    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, _coming(reads), 1)
+    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=_coming(reads), number=1)
 
 
 def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -81,16 +82,37 @@ def _coming(reads: Reads) -> torch.Tensor:
     return torch.arange(reads.slots.shape[2], device=reads.slots.device) >= reads.present[..., None]
 
 
-def _attend_share(queries, keys, values, seq_lens, reads, scale, shares: Shares, whose: torch.Tensor, share: int) -> None:
-    """Attend to the entries for which ``whose [B, H, A]`` is True, into one share."""
-    shares.outputs[:, :, share], shares.weights[:, :, share] = 0, -torch.inf
-    slots = reads.slots.where(whose, -1)
-    _attend(queries, keys, values, seq_lens, slots, reads.pages, scale, shares.outputs[:, :, share], shares.weights[:, :, share])
+def _attend_share(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    shares: Shares,
+    *,
+    whose: torch.Tensor,
+    number: int,
+) -> None:
+    """Attend to the entries for which ``whose [B, H, A]`` is True, into the share of that number."""
+    result, weights = shares.outputs[:, :, number], shares.weights[:, :, number]
+    result[:], weights[:] = 0, -torch.inf
+    _attend(queries, keys, values, seq_lens, reads._replace(slots=reads.slots.where(whose, -1)), scale, result, weights=weights)
 
 
-def _attend(queries, keys, values, seq_lens, slots, pages, scale, result: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-    """Attend for the kv heads with a slot in ``slots [B, H, A]``; write ``result [B, Hq, D]`` and ``weights [B, Hq]``, as in ``Shares``."""
-    page_size, num_kv_heads = keys.shape[1:3]
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    result: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """Attend for the kv heads with a slot in ``reads``; write ``result [B, Hq, D]`` and ``weights [B, Hq]``, as in ``Shares``."""
+    (slots, pages, _), (page_size, num_kv_heads) = reads, keys.shape[1:3]
     b, h = (slots >= 0).any(-1).nonzero(as_tuple=True)
     if not len(b):
         return

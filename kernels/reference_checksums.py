@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang_freekv.kernels.reference_movers import gather_pages
+from sglang_freekv.kernels.units import Units
 
 SPREAD = 0x9E3779B1 - (1 << 32)  # odd, near 2 ** 32 / golden ratio, as int32: neighbouring words get weights far apart
 
@@ -32,36 +33,30 @@ def checksum_pages(
 def verify_units(
     keys: torch.Tensor,
     values: torch.Tensor,
-    starts: torch.Tensor,
-    tokens_per_start: int,
-    heads: torch.Tensor,
-    host_pages: torch.Tensor,
-    count: torch.Tensor,
-    every: int,
+    units: Units,
     checksums: torch.Tensor,
-    layer: int,
     faults: torch.Tensor,
+    *,
+    every: int,
+    layer: int,
     page_size: int,
 ) -> None:
     """Compare units that came from the host pool with their checksums, and write each fault to a ring.
 
     Args:
         keys, values: ``[T, H, D]`` token rows that hold the units.
-        starts: ``[M]``; a unit's first token is in row ``start * tokens_per_start``.
-        tokens_per_start: the page size if ``starts`` are slots, 1 if they are token rows.
-        heads, host_pages: ``[M]`` kv head and host page of each unit.
-        count: ``[2]`` int32: the number of units among the M entries, and a number that differs from call to call.
-        every: one unit in ``every`` is compared. The second number in ``count`` chooses the first one.
+        units: their places in the token rows and in the host pool.
         checksums: ``[n_page, H]`` int32 of :func:`checksum_pages`.
-        layer: number of the layer, written into its faults.
         faults: ``[1 + F, 5]`` int32 ring, updated. Element [0, 0] counts all faults. Fault n is row ``1 + n % F``: layer, host page,
             kv head, checksum found, checksum expected.
+        every: one unit in ``every`` is compared. The second number in ``units.count`` chooses the first one.
+        layer: number of the layer, written into its faults.
         page_size: S.
     """
-    units, turn = count.tolist()
-    examined = slice(_mixed(turn) % every, min(units, len(host_pages)), every)
-    starts, heads, host_pages = (x[examined].long() for x in (starts, heads, host_pages))
-    rows = starts[:, None] * tokens_per_start + torch.arange(page_size, device=starts.device)
+    count, call = units.count.tolist()
+    examined = slice(_mixed(call) % every, min(count, len(units.host_pages)), every)
+    starts, heads, host_pages = (x[examined].long() for x in (units.starts, units.heads, units.host_pages))
+    rows = starts[:, None] * units.tokens_per_start + torch.arange(page_size, device=starts.device)
     found = _checksums(torch.stack([x[rows, heads[:, None]] for x in (keys, values)], dim=1))
     expected = checksums[host_pages, heads]
     wrong = (found != expected).nonzero().squeeze(1)

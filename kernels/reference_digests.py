@@ -68,6 +68,7 @@ def score_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    *,
     scale: float,
 ) -> torch.Tensor:
     """Score every candidate page for the next step, per query head, by the largest logit of a point in its box (paper section 3.2).
@@ -101,6 +102,7 @@ def score_two_bit(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    *,
     scale: float,
 ) -> torch.Tensor:
     """As :func:`score_pages`, from the ``digests [n_page, H, E]`` of :func:`digest_two_bit`.

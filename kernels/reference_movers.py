@@ -70,6 +70,7 @@ def fill_pages(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     slot_pages: torch.Tensor,
+    *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
@@ -121,6 +122,7 @@ def append_tokens(
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
     slot_pages: torch.Tensor,
+    *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:

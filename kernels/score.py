@@ -23,6 +23,7 @@ def score_pages(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    *,
     scale: float,
 ) -> torch.Tensor:
     """As :func:`reference.score_pages`. Only candidates are written, and none for a padding request.

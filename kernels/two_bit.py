@@ -49,6 +49,7 @@ def score_two_bit(
     page_table: torch.Tensor,
     budget: PageBudget,
     page_size: int,
+    *,
     scale: float,
 ) -> torch.Tensor:
     """As :func:`reference.score_two_bit`, with keys in the digests' dtype. Only candidates are written, and none for a padding request.

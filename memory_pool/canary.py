@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.kernels import Misses
+from sglang_freekv.kernels import Misses, Units
 
 UNSEALED = -1  # the mark of a page that was never written: its zeros have the checksum 0, so reading one is a fault
 MOST_FAULTS = 256  # places of the ring
@@ -57,8 +57,8 @@ class Canary:
 
     def verify_recalled(self, layer: int, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Examine the units that the last recall of ``misses`` brought to the slots of ``keys`` and ``values``, ``[R * C, S, H, D]``."""
-        units = (misses.slots, self.page_size, misses.heads, misses.host_pages, misses.recalled)
-        self._verify(layer, keys.flatten(0, 1), values.flatten(0, 1), *units, self.every)
+        units = Units(misses.slots, self.page_size, misses.heads, misses.host_pages, misses.recalled)
+        self._verify(layer, keys.flatten(0, 1), values.flatten(0, 1), units, self.every)
 
     def verify_staged(
         self,
@@ -74,12 +74,12 @@ class Canary:
         self.staged += 1
         count = torch.full((2,), len(pages), dtype=torch.int32, device=pages.device)
         count[1:] = self.staged
-        self._verify(layer, keys, values, rows, 1, self.heads.repeat(len(host_pages)), pages, count, every or self.every)
+        units = Units(rows, 1, self.heads.repeat(len(host_pages)), pages, count)
+        self._verify(layer, keys, values, units, every or self.every)
 
-    def _verify(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts, tokens_per_start, heads, pages, count, every) -> None:
-        kernels.verify_units(
-            keys, values, starts, tokens_per_start, heads, pages, count, every, self.checksums[layer], layer, self.faults, self.page_size
-        )
+    def _verify(self, layer: int, keys: torch.Tensor, values: torch.Tensor, units: Units, every: int) -> None:
+        checksums = self.checksums[layer]
+        kernels.verify_units(keys, values, units, checksums, self.faults, every=every, layer=layer, page_size=self.page_size)
 
 
 class FaultReader:

@@ -68,9 +68,8 @@ class DecodeStep:
     def append(self) -> None:
         """Append the new tokens. A page that one of them fills is digested and offloaded."""
         batch, cache = self.batch, self.cache
-        starts, filled = kernels.append_tokens(
-            self.keys, self.values, batch.rows, batch.seq_lens, batch.page_table, cache.slot_pages, cache.keys, cache.values
-        )
+        given = self.keys, self.values, batch.rows, batch.seq_lens, batch.page_table, cache.slot_pages
+        starts, filled = kernels.append_tokens(*given, keys=cache.keys, values=cache.values)
         self.engine.policy.digests.write(cache.token_rows[0], starts, filled, self.digests)
         self.engine.offload(self.layer, *cache.token_rows, starts, filled)
 

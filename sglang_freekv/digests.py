@@ -56,7 +56,7 @@ class Boxes:
 
     def score(self, queries, digests, batch, scale) -> torch.Tensor:
         where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
-        return kernels.score_pages(queries, digests, *where, scale)
+        return kernels.score_pages(queries, digests, *where, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TwoBit:
 
     def score(self, queries, digests, batch, scale) -> torch.Tensor:
         where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
-        return kernels.score_two_bit(queries, digests, *where, scale)
+        return kernels.score_two_bit(queries, digests, *where, scale=scale)
 
 
 def digests_of(config: FreeKVConfig) -> Digests:

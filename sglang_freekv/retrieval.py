@@ -99,6 +99,5 @@ class Retrieval(Engine):
         logits = self.policy.adjust(layer, logits, None, lambda: self.held(layer, batch))
         kernels.seed_slots(self.candidates(logits, batch), cache.tables)
         cache.previous_queries[batch.rows] = queries
-        kernels.fill_pages(
-            context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens, cache.slot_pages, cache.keys, cache.values
-        )
+        context = context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens
+        kernels.fill_pages(*context, cache.slot_pages, keys=cache.keys, values=cache.values)

@@ -132,7 +132,7 @@ def test_the_kernels_are_their_twins(load, layer):
     digests, table = torch.randn(90, H, 2, D, device=DEVICE), torch.randint(1, 90, (4, P), dtype=torch.int32, device=DEVICE)
     where = (rows, seq_lens, table, budget, S)
     logits = replay_kernels.score_pages(queries, digests, *where, 0.3, controls.knobs, layer)
-    expected = reference.score_pages(queries, digests, *where, 0.3).cpu()
+    expected = reference.score_pages(queries, digests, *where, scale=0.3).cpu()
     if load is not None:
         expected = replay_load.page_scores(rows.cpu(), seq_lens.cpu(), H, P, twins.knobs[1], layer).repeat_interleave(G, 1)
     pages, end = torch.arange(P), ((seq_lens + S) // S - budget.window).cpu()

@@ -57,7 +57,7 @@ class Correction:
         torch.cuda.synchronize()
         torch.cuda._sleep(10_000_000)
         with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options)):
-            logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, D**-0.5)
+            logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, scale=D**-0.5)
         between()
         candidates = Candidates(logits, self.rows, self.lens, self.table, BUDGET, S)
         plan.plan_pages(candidates, self.corrected, tables, reads, now, ahead, self.counts, ahead_first=True)

@@ -56,7 +56,7 @@ def test_fill_copies_pages_and_leaves_what_lies_beyond_the_last_token():
     cache = torch.full((2, 9, S, H, D), torch.nan)
     slot_pages = torch.full((3, H, 3), 5, dtype=torch.int32)
     slot_pages[1] = torch.tensor([[0, -1, 1], [2, 1, -1]])  # a request of 7 tokens, and a slot for the page about to begin
-    kernels.fill_pages(*source, torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), slot_pages, *cache)
+    kernels.fill_pages(*source, torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), slot_pages, keys=cache[0], values=cache[1])
     assert torch.equal(cache[0, 3, :, 0], source[0, 4:8, 0]) and torch.equal(cache[1, 5, :3, 0], source[1, 8:11, 0])
     assert torch.equal(cache[1, 4, :3, 1], source[1, 8:11, 1])
     assert cache[:, :3].isnan().all() and cache[:, 6:].isnan().all() and cache[:, 4, :, 0].isnan().all()
@@ -228,7 +228,7 @@ def test_a_score_by_two_bits_is_the_mass_of_the_keys_that_they_stand_for():
     keys = torch.randn(6, H, 1, D) + levels * torch.rand(6, H, 1, D)  # two bits tell all of such keys
     digests = torch.zeros(6, H, 2 * D + D * size // 16)
     kernels.digest_two_bit(keys.transpose(1, 2).flatten(0, 1), (where * size)[:, None].expand(-1, H), where, digests, size)
-    scores = kernels.score_two_bit(query, digests, torch.tensor([1]), torch.tensor([6 * size - 1]), where[None], budget, size, 0.3)
+    scores = kernels.score_two_bit(query, digests, torch.tensor([1]), torch.tensor([6 * size - 1]), where[None], budget, size, scale=0.3)
     logits = torch.einsum("hgd,phsd->hgps", query[0].view(H, 3, D), keys) * 0.3
     torch.testing.assert_close(scores[0].view(H, 3, 6), logits.logsumexp(-1))
     weights = select_pages(scores, torch.tensor([6 * size]), budget, H, size)[0]
@@ -239,7 +239,7 @@ def test_a_score_by_two_bits_is_the_mass_of_the_keys_that_they_stand_for():
 def _score(query: torch.Tensor, digests: torch.Tensor, budget: PageBudget, tokens: int) -> torch.Tensor:
     one = torch.tensor([1])
     table = torch.arange(len(digests))[None]
-    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, S, D**-0.5)
+    return kernels.score_pages(query, digests, one, torch.tensor([tokens]), table, budget, S, scale=D**-0.5)
 
 
 def test_a_score_bounds_the_attention_logits_of_its_page():

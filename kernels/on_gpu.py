@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels. Each has the name and the signature of its reference; more options have a default and a keyword."""
+
+from sglang_freekv.kernels.append import append_tokens
+from sglang_freekv.kernels.attend import allocate_shares, attend_pages, attend_present, attend_rest, merge_shares
+from sglang_freekv.kernels.checksum import checksum_pages, verify_units
+from sglang_freekv.kernels.correction import needs_correction
+from sglang_freekv.kernels.digest import digest_pages
+from sglang_freekv.kernels.fill import fill_pages
+from sglang_freekv.kernels.offload import offload_pages
+from sglang_freekv.kernels.page_table import snapshot_pages
+from sglang_freekv.kernels.plan import plan_pages, plan_rest
+from sglang_freekv.kernels.recall import recall_pages
+from sglang_freekv.kernels.score import score_pages
+from sglang_freekv.kernels.seed import seed_slots
+from sglang_freekv.kernels.stage import stage_pages
+from sglang_freekv.kernels.stamps import settle_stamps, write_stamp
+from sglang_freekv.kernels.two_bit import digest_two_bit, score_two_bit
+
+__all__ = [
+    "allocate_shares",
+    "append_tokens",
+    "attend_pages",
+    "attend_present",
+    "attend_rest",
+    "checksum_pages",
+    "digest_pages",
+    "digest_two_bit",
+    "fill_pages",
+    "merge_shares",
+    "needs_correction",
+    "offload_pages",
+    "plan_pages",
+    "plan_rest",
+    "recall_pages",
+    "score_pages",
+    "score_two_bit",
+    "seed_slots",
+    "settle_stamps",
+    "snapshot_pages",
+    "stage_pages",
+    "verify_units",
+    "write_stamp",
+]
