@@ -57,7 +57,7 @@ def verify_units(
         units.starts,
         units.heads,
         units.host_pages,
-        units.count,
+        units.length,
         checksums,
         faults,
         len(units.host_pages),

@@ -23,7 +23,7 @@ class Misses:
     slots: torch.Tensor
 
     @classmethod
-    def allocate(cls, capacity: int, device: str) -> Misses:
+    def allocate(cls, capacity: int, device: torch.device | str) -> Misses:
         """An empty list for up to ``capacity`` units."""
         return cls(
             torch.zeros(4, dtype=torch.int32, device=device),

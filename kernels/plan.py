@@ -34,7 +34,7 @@ def plan_pages(
 
     The units of a list of misses come in no particular order. Units beyond its capacity are lost, though its length counts them.
     """
-    assert all(x.is_contiguous() for x in reads)
+    assert all(x is not None and x.is_contiguous() for x in reads)
     _launch(candidates, corrected, tables, reads, (misses_now, misses_ahead), counts, ahead_first)
 
 

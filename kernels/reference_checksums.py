@@ -49,11 +49,11 @@ def verify_units(
         checksums: ``[n_page, H]`` int32 of :func:`checksum_pages`.
         faults: ``[1 + F, 5]`` int32 ring, updated. Element [0, 0] counts all faults. Fault n is row ``1 + n % F``: layer, host page,
             kv head, checksum found, checksum expected.
-        every: one unit in ``every`` is compared. The second number in ``units.count`` chooses the first one.
+        every: one unit in ``every`` is compared. The second number in ``units.length`` chooses the first one.
         layer: number of the layer, written into its faults.
         page_size: S.
     """
-    count, call = units.count.tolist()
+    count, call = units.length.tolist()
     examined = slice(_mixed(call) % every, min(count, len(units.host_pages)), every)
     starts, heads, host_pages = (x[examined].long() for x in (units.starts, units.heads, units.host_pages))
     rows = starts[:, None] * units.tokens_per_start + torch.arange(page_size, device=starts.device)

@@ -53,7 +53,7 @@ def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.T
     pages = gather_pages(keys, starts[chosen], page_size).float()
     upper, lower = pages.amax(2), pages.amin(2)
     above, span = 6 * (pages - lower[:, :, None]), (upper - lower)[:, :, None]
-    codes = sum((above > odd * span).long() for odd in (1, 3, 5))  # [N, H, S, D]
+    codes = torch.stack([above > odd * span for odd in (1, 3, 5)]).sum(0)  # [N, H, S, D]
     codes = codes.unflatten(3, (2, -1)).unflatten(2, (-1, WORD_TOKENS)) << _code_bits(keys.device)
     words = codes.sum((3, 4)).to(torch.int32).flatten(2)
     box = torch.cat((upper, lower), dim=2).to(digests.dtype)

@@ -128,10 +128,11 @@ def plan_pages(
     """
     rows, (slot_pages, attended) = candidates.rows, tables
     real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
+    assert reads.present is not None
     reads.slots.fill_(-1)
     reads.present.fill_(attended.shape[2])
 
-    def write_down(heads: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def write_down(heads: tuple[torch.Tensor, ...]) -> None:
         b, h = heads
         listed = attended[rows[b], h]
         reads.pages[heads] = slot_pages[rows[b], h].gather(1, listed.clamp(min=0).long())
@@ -166,7 +167,7 @@ def _select(candidates: Candidates, tokens: torch.Tensor, num_kv_heads: int) -> 
 
 
 def _select_for(
-    heads: tuple[torch.Tensor, torch.Tensor],
+    heads: tuple[torch.Tensor, ...],
     more: int,
     candidates: Candidates,
     corrected: torch.Tensor,

@@ -15,11 +15,11 @@ class Units(NamedTuple):
         starts: ``[M]``; a unit's first token is in token row ``start * tokens_per_start``.
         tokens_per_start: the page size if ``starts`` are slots, 1 if they are token rows.
         heads, host_pages: ``[M]`` kv head and host page of each unit.
-        count: ``[2]`` int32: the number of units among the M entries, and a number that differs from call to call.
+        length: ``[2]`` int32: the number of units among the M entries, and a number that differs from call to call.
     """
 
     starts: torch.Tensor
     tokens_per_start: int
     heads: torch.Tensor
     host_pages: torch.Tensor
-    count: torch.Tensor
+    length: torch.Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class Gpu:
     @property
     def pci_address(self) -> str:
         """The GPU's name in ``/sys/bus/pci/devices``."""
-        found = torch.cuda.get_device_properties(0)
+        found: Any = torch.cuda.get_device_properties(0)  # torch's stubs lack its place on the bus
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     def pin(self, num_bytes: int) -> None:

@@ -190,7 +190,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int | None:
-        return self.weights and self.weights.num_bytes
+        return self.weights.num_bytes if self.weights else None
 
     def repeated_kv_bytes(self, ranks: int) -> float:
         """Bytes of key and value projections that a rank has beyond its share. With more ranks than kv heads, kv heads are repeated."""

@@ -207,7 +207,7 @@ class Plan:
 
     def command_line(self) -> str | None:
         words = self.command()
-        return words and shlex.join(words)
+        return shlex.join(words) if words else None
 
     @staticmethod
     def _cut(gib: float | None) -> int:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from sglang_freekv.config import Refusal, typed
 
@@ -48,7 +50,7 @@ ALIASES = {"tp_size": ("--tp",)}  # SGLang's parser accepts abbreviations, and t
 METAVARS = {name: "TOKENS" for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size")}
 METAVARS |= {"tp_size": "RANKS", "max_running_requests": "REQUESTS", "mem_fraction_static": "SHARE", "json_model_override_args": "JSON"}
 METAVARS |= {"quantization": "METHOD", "kv_cache_dtype": "TYPE", "dtype": "TYPE", "device": "DEVICE"}
-PARSERS = {"int": int, "float": float, "str": str, "human_readable_int": count}
+PARSERS: dict[str, Callable] = {"int": int, "float": float, "str": str, "human_readable_int": count}
 
 
 def add_to(group: argparse._ArgumentGroup) -> None:
@@ -65,8 +67,8 @@ def add_to(group: argparse._ArgumentGroup) -> None:
         if name not in declared:
             raise Refusal(f"{typed(name)}: SGLang's ServerArgs has no such option, expected that of 0.5.17; `pip install sglang==0.5.17`")
         kind, facts = declared[name]
-        choices = facts.get("choices")
-        choices = lists.get(choices.id) if isinstance(choices, ast.Name) else choices and ast.literal_eval(choices)
+        named = facts.get("choices")
+        choices = lists.get(named.id) if isinstance(named, ast.Name) else named and ast.literal_eval(named)
         parser = facts["type_parser"].id if "type_parser" in facts else kind
         aliases = [*ALIASES.get(name, ()), *(ast.literal_eval(facts["aliases"]) if "aliases" in facts else ())]
         group.add_argument(
@@ -74,19 +76,19 @@ def add_to(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, ast.expr]]], dict[str, list]]:
+def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, Any]]], dict[str, list]]:
     """The flags in ``NAMES`` that the module ``source`` declares, and the module's lists of constants.
 
     A flag's name maps to its type and to the keywords of its annotation.
     """
-    module = ast.parse(source.read_text())
+    module: Any = ast.parse(source.read_text())
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in module.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List) and all(isinstance(e, ast.Constant) for e in node.value.elts)
     }
     [server_args] = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs")
-    declared = {}
+    declared: dict[str, tuple[str, dict[str, Any]]] = {}
     for node in server_args.body:
         if isinstance(node, ast.AnnAssign) and node.target.id in NAMES:
             kind, about, *_ = node.annotation.slice.elts
@@ -95,7 +97,7 @@ def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, ast.expr
     return declared, lists
 
 
-def _help(facts: dict[str, ast.expr]) -> str:
+def _help(facts: dict[str, Any]) -> str:
     """The first sentence of SGLang's own help."""
-    text = next(node.value for node in ast.walk(facts["help"]) if isinstance(node, ast.Constant))
+    text = next(str(node.value) for node in ast.walk(facts["help"]) if isinstance(node, ast.Constant))
     return re.split(r"\n|\. ", text)[0].rstrip(".").replace("%", "%%") + "."

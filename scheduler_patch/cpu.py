@@ -58,7 +58,7 @@ def prepare_process() -> None:
     is_cpu.cache_clear()
     platforms._current_platform = None  # SGLang reads the environment again when it next needs the platform
     for module in _sglang_modules("_is_cpu"):
-        module._is_cpu = True
+        module._is_cpu = True  # type: ignore[attr-defined]
     if not _sgl_kernel_serves_cpu():
         for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
             del sys.modules[name]

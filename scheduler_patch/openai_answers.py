@@ -8,7 +8,7 @@ they add it to the last chunk of each choice, which has a ``finish_reason``.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -69,7 +69,7 @@ async def _asks(request, raw_request) -> bool:
     return TypeAdapter(bool).validate_python((await raw_request.json()).get(FIELD, False))
 
 
-async def _noted(answers: AsyncIterator, meta_info: MetaInfo) -> AsyncIterator:
+async def _noted(answers: AsyncGenerator, meta_info: MetaInfo) -> AsyncIterator:
     async with aclosing(answers):
         async for answer in answers:
             several = enumerate(answer) if isinstance(answer, list) else [(answer.get("index", 0), answer)]
@@ -77,7 +77,7 @@ async def _noted(answers: AsyncIterator, meta_info: MetaInfo) -> AsyncIterator:
             yield answer
 
 
-async def _with_meta_info(chunks: AsyncIterator[str], meta_info: MetaInfo) -> AsyncIterator[str]:
+async def _with_meta_info(chunks: AsyncGenerator[str], meta_info: MetaInfo) -> AsyncIterator[str]:
     async with aclosing(chunks):
         async for chunk in chunks:
             if chunk.startswith(EVENT):

@@ -12,10 +12,10 @@ def longest_prompt(info: tuple, worker) -> tuple:
     One page is for the first generated token, and admission reserves another. SGLang's limit leaves only five tokens. A prompt between
     both limits would wait for ever at the head of the queue.
     """
-    info = list(info)
+    limits = list(info)
     page_size = worker.model_runner.token_to_kv_pool.page_size
-    info[MAX_REQ_INPUT_LEN] = min(info[MAX_REQ_INPUT_LEN], worker.model_runner.max_total_num_tokens - 2 * page_size + 1)
-    return tuple(info)
+    limits[MAX_REQ_INPUT_LEN] = min(limits[MAX_REQ_INPUT_LEN], worker.model_runner.max_total_num_tokens - 2 * page_size + 1)
+    return tuple(limits)
 
 
 def let_in_who_stands_behind(original, scheduler, *args) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -15,7 +15,7 @@ class Found(NamedTuple):
     """A symbol: where it is defined, and its syntax tree. A module's is an ``ast.Module``, and a parameter's an ``ast.arg``."""
 
     module: str
-    node: ast.AST
+    node: Any
 
 
 class Sources:

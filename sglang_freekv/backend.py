@@ -117,13 +117,14 @@ class FreeKVAttnBackend(AttentionBackend):
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
         """``[B, Hq * D]`` attention of one new token per request."""
-        return self._forward(self.retrieval.decode, self.dense.forward_decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        return self._forward(self.retrieval.decode, self.dense.forward_decode, (q, k, v), layer, forward_batch, save_kv_cache, kwargs)
 
     def forward_extend(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
         """``[T, Hq * D]`` attention of the new tokens behind a prefix."""
-        return self._forward(self.retrieval.extend, self.dense.forward_extend, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        return self._forward(self.retrieval.extend, self.dense.forward_extend, (q, k, v), layer, forward_batch, save_kv_cache, kwargs)
 
-    def _forward(self, retrieve, dense, q, k, v, layer, forward_batch, save_kv_cache, kwargs):
+    def _forward(self, retrieve, dense, qkv, layer, forward_batch, save_kv_cache, kwargs):
+        q, k, v = qkv
         index = self.token_to_kv_pool.retrieval_index.get(layer.layer_id)
         if index is None:
             return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
@@ -174,5 +175,5 @@ def _check_layer(layer: RadixAttention, shape: KVShape) -> None:
         "logit soft-capping": layer.logit_cap > 0,
         "keys and values of different width": layer.qk_head_dim != layer.v_head_dim,
     }
-    if found := [name for name, present in unlike.items() if present]:
-        raise Refusal(f"--kv-retrieval: layer {layer.layer_id} uses {found[0]}, which is not supported; use --kv-retrieval none")
+    if used := [name for name, present in unlike.items() if present]:
+        raise Refusal(f"--kv-retrieval: layer {layer.layer_id} uses {used[0]}, which is not supported; use --kv-retrieval none")

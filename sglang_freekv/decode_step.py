@@ -78,7 +78,7 @@ class DecodeStep:
         engine, cache = self.engine, self.cache
         heads, attended = engine.cache.num_kv_heads, engine.cache.num_attended
         self.corrected = engine.policy.corrected(self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
-        self.reads = Reads.allocate(*self.corrected.shape, attended, self.corrected.device)
+        self.reads = Reads.allocate(len(self.corrected), heads, attended, self.corrected.device)
         self.shares = kernels.allocate_shares(self.queries, cache.keys, self.reads)
 
     def plan(self) -> None:
@@ -103,7 +103,7 @@ class DecodeStep:
 
     def attend(self) -> None:
         """Attend to the pages that are present."""
-        kernels.attend_present(*self._attended(), self.shares, **self.engine.stamp(self.layer, ATTENTION))
+        kernels.attend_present(*self._attended(), self.shares, stamp=self.engine.stamp(self.layer, ATTENTION).get("stamp"))
 
     def merge(self) -> None:
         """Merge the shares of both attentions."""
@@ -120,7 +120,7 @@ class DecodeStep:
         """Recall what the next step misses."""
         engine, cache, misses = self.engine, self.cache, self.engine.misses_ahead[self.layer]
         programs, stamp = programs_ahead(len(self.batch.rows)), engine.stamp(self.layer, AHEAD)
-        engine.recall(self.host, misses, cache.keys, cache.values, programs, **stamp)
+        engine.recall(self.host, misses, cache.keys, cache.values, programs, False, **stamp)
         engine.verify(self.layer, misses)
 
     def finish(self) -> torch.Tensor:
@@ -129,5 +129,5 @@ class DecodeStep:
         del self.output, self.queries, self.keys, self.values, self.reads, self.shares
         return output
 
-    def _attended(self) -> tuple:
+    def _attended(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Reads, float]:
         return self.queries, self.cache.keys, self.cache.values, self.batch.seq_lens, self.reads, self.scale

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -92,4 +92,4 @@ class TwoBit:
 def digests_of(config: FreeKVConfig) -> Digests:
     if config.digest == "two-bit":
         return TwoBit(config.pages, config.page_size)
-    return Boxes(config.pages, config.page_size, config.digest)
+    return Boxes(config.pages, config.page_size, cast(Box, config.digest))

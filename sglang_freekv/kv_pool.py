@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
+from sglang_freekv.engine import Recall
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.layers import LayerKind
@@ -76,7 +77,7 @@ class FreeKVPool(MHATokenToKVPool):
         streams = Streams.make(self.device)
         self.store = Store.build(self.config, self.shape, self.size, self.num_rows, self.staging_tokens, self.device, streams.transfers)
         self.planner = ExtendPlanner(streams.transfers, self.page_size)
-        recall = kernels.recall_pages
+        recall: Recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
         on_gpu = torch.device(self.device).type == "cuda"

@@ -8,7 +8,7 @@ summed over ranks. Steps, pages and rows are the same on every rank, so they may
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PREFIX = "sglang:freekv_"
 POOLS = ("host", "digests", "device_cache", "dense_layers", "staging")
@@ -76,7 +76,7 @@ class Exporter:
     def __init__(self, labels: Mapping[str, str]) -> None:
         from prometheus_client import Counter, Gauge  # after SGLang has set PROMETHEUS_MULTIPROC_DIR
 
-        def show(metric: Metric) -> Counter | Gauge:
+        def show(metric: Metric) -> Any:
             names = (*labels, *metric.labels)
             if metric.kind == "counter":
                 return Counter(metric.name, metric.text, names)
@@ -97,11 +97,11 @@ class Exporter:
         """
         for metric in METRICS:
             value, shown = values[metric.name.removeprefix(PREFIX)], self.shown[metric.name]
-            if metric.kind == "counter":
-                shown.labels(**self.labels).inc(value - self.exported.get(metric.name, 0))
-                self.exported[metric.name] = value
-            elif metric.labels:
+            if isinstance(value, Mapping):
                 for pool, num_bytes in value.items():
                     shown.labels(**self.labels, pool=pool).set(num_bytes)
+            elif metric.kind == "counter":
+                shown.labels(**self.labels).inc(value - self.exported.get(metric.name, 0))
+                self.exported[metric.name] = value
             else:
                 shown.labels(**self.labels).set(value)

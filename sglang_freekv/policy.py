@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -54,7 +55,7 @@ class Policy:
 
 
 def policy_of(config: FreeKVConfig) -> Policy:
-    return Policy(digests_of(config), config.pooling, math.inf if config.tau is None else config.tau)
+    return Policy(digests_of(config), cast(Pooling, config.pooling), math.inf if config.tau is None else config.tau)
 
 
 POLICIES: dict[str, Callable[[FreeKVConfig], Policy]] = dict.fromkeys(METHODS, policy_of)
