@@ -80,7 +80,8 @@ class TextSetup(Setup):
     def flags(self, system: str, directory: Path) -> dict:
         flags = super().flags(system, directory)
         flags.pop("--skip-tokenizer-init", None)
-        return flags | {"--tokenizer-path": write_tokenizer(directory.parent / "tokenizer", self.config["vocab_size"])}
+        tokenizer = write_tokenizer(directory.parent / "tokenizer", self.config["vocab_size"])
+        return flags | {"--tokenizer-path": tokenizer, "--grammar-backend": "none"}  # no grammar backend reads a tokenizer of whole words
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> Path:
