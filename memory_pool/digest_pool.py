@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sglang_freekv.memory_pool.host_pool import HostPool
@@ -26,7 +28,7 @@ class DigestPool:
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def check_integrity(self, host: HostPool, host_pages: torch.Tensor, policy) -> None:
+    def check_integrity(self, host: HostPool, host_pages: torch.Tensor, policy: Any) -> None:
         """Compare digests, bit for bit, with new ones of the keys in the host pool.
 
         Args:

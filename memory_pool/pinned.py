@@ -8,6 +8,7 @@ import mmap
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,5 +85,5 @@ def unpin(addresses: list[int]) -> None:
             _cudart().cudaHostUnregister(address)
 
 
-def _cudart():
+def _cudart() -> Any:
     return torch.cuda.cudart()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ class Store:
     def canary_bytes(self) -> int:
         return 0 if self.canary is None else self.canary.num_bytes
 
-    def check_integrity(self, host_pages: torch.Tensor, policy) -> None:
+    def check_integrity(self, host_pages: torch.Tensor, policy: Any) -> None:
         """Check the invariants of all pools.
 
         Args:

@@ -51,10 +51,10 @@ class Boxes:
     def shape(self, head_dim: int, element_bytes: int) -> tuple[int, ...]:
         return (2, head_dim)
 
-    def write(self, keys, starts, host_pages, digests) -> None:
+    def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
         kernels.digest_pages(keys, starts, host_pages, digests, self.page_size, self.box)
 
-    def score(self, queries, digests, batch, scale) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
         where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
         return kernels.score_pages(queries, digests, *where, scale=scale)
 
@@ -81,10 +81,10 @@ class TwoBit:
             )
         return (2 * head_dim + head_dim * self.page_size // 4 // element_bytes,)
 
-    def write(self, keys, starts, host_pages, digests) -> None:
+    def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
         kernels.digest_two_bit(keys, starts, host_pages, digests, self.page_size)
 
-    def score(self, queries, digests, batch, scale) -> torch.Tensor:
+    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
         where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
         return kernels.score_two_bit(queries, digests, *where, scale=scale)
 
