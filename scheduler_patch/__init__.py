@@ -357,6 +357,11 @@ SCHEDULER = (
 
 SCHEDULER_ON_CPU = (
     Patch(
+        "sglang.srt.constrained.grammar_manager.create_grammar_backend", "server_args tokenizer vocab_size eos_token_ids think_end_ids",
+        AROUND, "grammars:create_backend",
+        "a tokenizer that llguidance cannot read would end the server at its start",
+    ),
+    Patch(
         "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask", "logits vocab_mask", REPLACE, "grammars:apply_mask",
         "llguidance's own mask is compiled at its first use, while the scheduler waits for half a minute",
     ),

@@ -4,9 +4,26 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import torch
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend, grammar_from
+
+logger = logging.getLogger(__name__)
+
+
+def create_backend(original, server_args, *args, **kwargs):
+    """AROUND the making of the grammar backend: llguidance does not read every tokenizer. Requests for structured output are then refused.
+
+    So does SGLang with xgrammar, its default on a GPU.
+    """
+    try:
+        return original(server_args, *args, **kwargs)
+    except ValueError as error:
+        if getattr(server_args, "enable_strict_thinking", False):
+            raise
+        logger.warning("Structured output is off, because %s cannot read this tokenizer (%s)", server_args.grammar_backend, error)
+        return None
 
 
 def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:

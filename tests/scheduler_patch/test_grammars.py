@@ -1,8 +1,14 @@
 """Masks and grammars of llguidance, by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
 from sglang_freekv.scheduler_patch import grammars
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 
 @pytest.mark.parametrize("vocabulary, masked", [(70, 70), (96, 96), (96, 64), (40, 64)])
@@ -18,3 +24,20 @@ def test_a_mask_bans_what_its_bits_do_not_allow(vocabulary, masked, dtype):
                 row[token] = float("-inf")
     grammars.apply_mask(logits, mask)
     assert logits.tolist() == expected
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tokenizer_that_cannot_be_read_leaves_structured_output_off(strict, caplog):
+    """WordLevel without a decoder: llguidance does not know how its tokens become text."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")), eos_token="b")
+    args = SimpleNamespace(grammar_backend="llguidance", enable_strict_thinking=strict)
+
+    def make(server_args):
+        return GuidanceBackend(tokenizer, n_vocab=2, eos_token_ids={1})
+
+    if strict:
+        with pytest.raises(ValueError, match="decoder"):
+            grammars.create_backend(make, args)
+    else:
+        assert grammars.create_backend(make, args) is None
+        assert "Structured output is off, because llguidance cannot read this tokenizer (can't determine decoder" in caplog.text
