@@ -31,6 +31,7 @@ from benchmarks.replay_load import THETAS, Load, drawn_flags, page_scores, speed
 from sglang_freekv import retrieval
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Boxes, Digests, digests_of
+from sglang_freekv.methods import METHODS
 from sglang_freekv.policy import POLICIES, Policy
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class ReplayedDigests:
 
 def replayed(config: FreeKVConfig, controls: Controls) -> Replay:
     """FreeKV as ``config`` has it, but for what ``controls`` overwrites."""
-    return Replay(ReplayedDigests(digests_of(config), controls), config.pooling, config.tau, controls)
+    return Replay(METHODS["freekv"], ReplayedDigests(digests_of(config), controls), config.pooling, config.tau, controls)
 
 
 def drain(host_pool: torch.Tensor, misses: Misses, *others) -> None:

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sglang_freekv.methods import METHODS
+
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # name of the attention backend in SGLang
 GIB = 1 << 30
@@ -18,21 +20,6 @@ RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 MOST_STEPS = (1 << 31) - 1  # from one timed step to the next
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # one unit in so many is examined; 0 examines none
-
-
-class Method(NamedTuple):
-    """Defaults of a retrieval method. With tau None, every kv head is corrected in every step."""
-
-    tau: float | None
-    digest: str
-    pooling: str
-
-
-METHODS = {
-    "freekv": Method(0.9, "cuboid-mean", "softmax-mean"),
-    "quest": Method(None, "min-max", "max"),
-    "arkvale": Method(None, "cuboid-mean", "mean"),
-}
 
 
 class Refusal(ValueError):
@@ -67,7 +54,7 @@ class FreeKVConfig:
     """Settings of KV retrieval for one engine.
 
     Args:
-        method: retrieval method, a key of ``METHODS``.
+        method: retrieval method, a key of ``methods.METHODS``.
         budget_tokens: tokens of KV per request and kv head that attention reads in one decode step.
         sink_tokens: first tokens of the context, always attended to.
         window_tokens: last tokens of the context (the partial last page included), always attended to; at least two pages.
@@ -132,7 +119,7 @@ class FreeKVConfig:
                 f"--freekv-tau {self.tau:g}: expected none with --kv-retrieval {self.method}, which corrects every kv head in every step; "
                 "leave it out, or use --kv-retrieval freekv"
             )
-        for name in Method._fields:
+        for name in ("tau", "digest", "pooling"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(default, name))
 

@@ -12,7 +12,6 @@ from sglang_freekv.config import (
     DEFAULT_PAGE_SIZE,
     DIGESTS,
     HOST_LAYOUTS,
-    METHODS,
     POOLINGS,
     RECALLS,
     FreeKVConfig,
@@ -20,6 +19,7 @@ from sglang_freekv.config import (
 )
 from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, STEPS, TOKENS, Flag, one_of
 from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.methods import METHODS
 
 DEFAULTS = FreeKVConfig()
 
@@ -34,8 +34,9 @@ FLAGS = {
         "method",
         one_of("none", *METHODS),
         "Method of KV retrieval. Default: none, which leaves SGLang as it is. freekv selects pages a step ahead and recalls them "
-        "beside the computation. quest and arkvale select with the query of each step, which then waits for its pages; they are there to "
-        "be compared with. All --freekv-* flags need one of these methods.",
+        "beside the computation. The others are there to be compared with. arkvale and quest select with the query of each step, which "
+        "then waits for its pages. louiskv is LouisKV's trigger over our pages: a layer selects when its queries change, in the mean of "
+        "all heads, and keeps those pages until then. All --freekv-* flags need one of these methods.",
     ),
     "freekv_budget": Flag(
         "budget_tokens",
@@ -60,12 +61,13 @@ FLAGS = {
         COSINE,
         "A kv head is corrected if the cosine of its query with the last one is below this: it selects and recalls before it "
         f"attends. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 every kv head is corrected in every step, "
-        "below -1 none is. quest and arkvale always correct, and refuse this flag.",
+        f"below -1 none is. With louiskv all kv heads of a layer are corrected together, and the default is {METHODS['louiskv'].tau:g}. "
+        "arkvale and quest always correct, and refuse this flag.",
     ),
     "freekv_digest": Flag(
         "digest",
         one_of(*DIGESTS),
-        "What a page is scored by. Default: cuboid-mean with freekv and arkvale, min-max with quest. min-max is the smallest box "
+        "What a page is scored by. Default: cuboid-mean, but min-max with quest. min-max is the smallest box "
         "that holds the page's keys, as in the FreeKV and Quest papers. cuboid-mean is a narrower box, as wide as the keys' mean distance "
         "from its centre, and finds more. two-bit adds two bits for each dimension of each key, and finds single tokens, best with "
         "--page-size 8. It takes more device memory, and each step takes longer.",
@@ -73,8 +75,8 @@ FLAGS = {
     "freekv_pooling": Flag(
         "pooling",
         one_of(*POOLINGS),
-        "How a kv head ranks pages by the scores of its query heads. Default: softmax-mean with freekv, max with quest, "
-        "mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
+        "How a kv head ranks pages by the scores of its query heads. Default: softmax-mean with freekv and louiskv, "
+        "max with quest, mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
         "scores as they are. max lets a single query head that looks for a single token have it.",
     ),
     "freekv_device_cache": Flag(

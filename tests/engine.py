@@ -83,13 +83,17 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
         chosen = request.speculative.get((layer, head))
         if n == request.prompt + 1:
             chosen = choose(config, request, layer, head, n - 2, n)
-        if config.method != "freekv" or F.cosine_similarity(now, before, dim=-1).mean() < config.tau:
+        compared = (request.q[layer, n - 1], request.q[layer, n - 2]) if config.method == "louiskv" else (now, before)
+        is_corrected = config.tau is None or F.cosine_similarity(*compared, dim=-1).mean() < config.tau
+        if is_corrected:
             chosen, corrected = choose(config, request, layer, head, n - 1, n), corrected + 1
         pages = -(-n // size)
         attended = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window} | chosen
         tokens = [t for p in sorted(attended) for t in range(p * size, min((p + 1) * size, n))]
         outputs.append(attend(request, layer, head, n - 1, tokens))
-        request.speculative[layer, head] = choose(config, request, layer, head, n - 1, n + 1)
+        if is_corrected or config.method != "louiskv" or len(chosen) < config.pages.selected:
+            chosen = choose(config, request, layer, head, n - 1, n + 1)  # else it stands
+        request.speculative[layer, head] = chosen
     return torch.cat(outputs), corrected
 
 
@@ -198,6 +202,7 @@ CONFIGS = {
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), host_layout="nhd", digest="min-max"
     ),
     "canary": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), canary="full"),
+    "louiskv": FreeKVConfig("louiskv", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
     "quest": FreeKVConfig("quest", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()),
     "arkvale": FreeKVConfig("arkvale", budget_tokens=40, sink_tokens=0, window_tokens=16, page_size=8, dense_layers=()),
     "arkvale-slack": FreeKVConfig(

@@ -25,6 +25,7 @@ from benchmarks.stamp import code_of
 from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
 from sglang_freekv.digests import Boxes
+from sglang_freekv.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,7 +124,7 @@ def test_the_kernels_are_their_twins(load, layer):
     twins.set(load)
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
-    twin = Replay(Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
+    twin = Replay(METHODS["freekv"], Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
     assert torch.equal(corrected.cpu(), twin.corrected(queries.cpu(), rows.cpu(), *expected[:2], H))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
     real = rows[rows > 0].cpu()

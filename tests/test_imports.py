@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (  # a module imports from its own line and from those above
-    ("__init__", "architectures", "config", "layers"),
+    ("__init__", "architectures", "methods", "config", "layers"),
     ("kernels", "batch", "counts", "flag", "metrics"),
     ("memory_pool",),
     ("digests", "extend_plan", "options", "policy", "schedule"),
@@ -28,7 +28,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 USES_SGLANG = {"kv_pool", "backend", "scheduler_patch", "plugin", "launch"}
 
 FILES = sorted(ROOT.glob("sglang_freekv/*.py"))
-FILES += sorted(file for name in RANK for file in ROOT.glob(f"{name}/*.py"))
+FILES += sorted(file for name in RANK for folder in (name, f"sglang_freekv/{name}") for file in ROOT.glob(f"{folder}/*.py"))
 
 
 def module_of(file: Path) -> str:

@@ -17,7 +17,6 @@ from sglang_freekv.config import (
     DEFAULT_PAGE_SIZE,
     DIGESTS,
     HOST_LAYOUTS,
-    METHODS,
     MOST_SLOTS,
     POOLINGS,
     RECALLS,
@@ -25,6 +24,7 @@ from sglang_freekv.config import (
     Refusal,
     typed,
 )
+from sglang_freekv.methods import METHODS
 from sglang_freekv.options import NAMES, Options, config_from
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 

@@ -7,13 +7,14 @@ from typing import get_args
 
 import pytest
 import torch
-from sglang_freekv.config import DIGESTS, METHODS, POOLINGS, FreeKVConfig, Refusal
+from sglang_freekv.config import DIGESTS, POOLINGS, FreeKVConfig, Refusal
 from sglang_freekv.digests import TwoBit
 from sglang_freekv.kernels import CORRECTED, Box, Pooling
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.methods import METHODS
 from sglang_freekv.policy import POLICIES
 
 
@@ -21,7 +22,8 @@ def test_every_method_has_a_policy_and_a_threshold_if_that_asks_for_one():
     assert list(METHODS) == list(POLICIES)
     assert DIGESTS == (*get_args(Box), "two-bit")
     assert POOLINGS == get_args(Pooling)
-    for name, (tau, digest, pooling) in METHODS.items():
+    for name, method in METHODS.items():
+        tau, digest, pooling = method.tau, method.digest, method.pooling
         config = FreeKVConfig(name)
         policy = POLICIES[name](config)
         assert config.tau == tau and policy.tau == (math.inf if tau is None else tau) and policy.pooling == config.pooling == pooling
@@ -63,8 +65,10 @@ def test_the_pool_tells_the_method_and_its_threshold(name):
     config = FreeKVConfig(name, budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8, dense_layers=(0,))
     pool = FreeKVPool(config, KVShape(LayerTable.uniform(2, dense=1), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32)), 256, 2, 128, "cpu")
     facts, line = pool.describe(), pool.activation_line()
-    assert (facts["method"], facts["tau"], facts["digest"], facts["pooling"]) == (name, *METHODS[name])
+    method = METHODS[name]
+    assert [facts[x] for x in ("method", "tau", "digest", "pooling")] == [name, method.tau, method.digest, method.pooling]
     assert line.startswith(f"KV retrieval is on: {name} on cpu, budget 64 tokens = sink 16 + selected 32 + window 16, pages of 8, ")
-    assert ("tau 0.9," in line) == (name == "freekv") and ("no tau, every kv head is corrected," in line) == (name != "freekv")
+    tau = METHODS[name].tau
+    assert ("no tau, every kv head is corrected," if tau is None else f"tau {tau:g},") in line
     assert f" {METHODS[name].digest} digests, {METHODS[name].pooling} pooling; host pool " in line
     assert math.prod(POLICIES[name](config).digests.shape(16, 4)) == pool.shape.digest_elements

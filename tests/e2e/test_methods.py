@@ -7,7 +7,7 @@ import pytest
 from serving import freekv
 
 from benchmarks.needle import tasks
-from sglang_freekv.config import METHODS
+from sglang_freekv.methods import METHODS
 
 LAYERS, HEADS = 7, 2  # retrieval layers of the needle model, and their kv heads
 BLOCKING = [method for method, defaults in METHODS.items() if defaults.tau is None]
@@ -36,4 +36,23 @@ def test_a_blocking_method_selects_for_every_kv_head_in_every_step(servers, ques
         assert counts["corrections"] == counts["correction_decisions"] == counts["decode_steps"] * LAYERS * HEADS
         assert counts["attended_pages"] < counts["context_pages"]
     assert server.get("/server_info")["freekv"]["method"] == method
+    assert server.flush()["host_pages_used"] == 0
+
+
+@pytest.fixture(scope="module")
+def louiskv(serve):
+    with serve(freekv(512) | {"--kv-retrieval": "louiskv"}) as (server,):
+        yield server
+
+
+def test_a_trigger_corrects_all_kv_heads_of_a_layer_or_none(louiskv, questions):
+    server = louiskv
+    answers = server.generate_all([question.token_ids for question in questions], 40)
+    right = [question.is_answered_by(answer["output_ids"]) for question, answer in zip(questions, answers)]
+    assert sum(right) >= 7, right
+    for counts in (answer["meta_info"]["freekv"] for answer in answers):
+        assert counts["correction_decisions"] == counts["decode_steps"] * LAYERS * HEADS
+        assert counts["corrections"] % HEADS == 0 and 0 < counts["corrections"] < counts["correction_decisions"]
+    told = server.get("/server_info")["freekv"]
+    assert (told["method"], told["tau"]) == ("louiskv", METHODS["louiskv"].tau)
     assert server.flush()["host_pages_used"] == 0
