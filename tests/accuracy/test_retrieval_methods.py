@@ -39,8 +39,8 @@ FREEKV = {
     "freekv-two-bit": FreeKV(digest="two-bit"),
     "freekv-two-bit-page-8": FreeKV(digest="two-bit", page=8),
     "freekv-two-bit-narrow-page-8": FreeKV(digest="two-bit", page=8, sink=16, window=32),
-    "freekv-max-narrow-page-8": FreeKV(pooling="max-scores", page=8, sink=16, window=32),
-    "freekv-max-pool": FreeKV(pooling="max-softmax"),
+    "freekv-max-narrow-page-8": FreeKV(pooling="max", page=8, sink=16, window=32),
+    "freekv-max-pool": FreeKV(pooling="softmax-max"),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
     "freekv-tau-0.70": FreeKV(tau=0.70),
@@ -244,8 +244,8 @@ def freekv_select(query, keys, n, budget, method):
     scores = torch.tensor(page_scores(query, keys, candidates, budget.page, method.digest), dtype=torch.float64)
     if method.scaled:
         scores = scores / DIM**0.5
-    odds = [(scores[:, one] if method.pooling == "max-scores" else torch.softmax(scores[:, one], dim=0)).tolist() for one in range(GROUP)]
-    pool = {"mean-softmax": mean, "max-softmax": max, "max-scores": max}[method.pooling]
+    odds = [(scores[:, one] if method.pooling == "max" else torch.softmax(scores[:, one], dim=0)).tolist() for one in range(GROUP)]
+    pool = {"softmax-mean": mean, "softmax-max": max, "max": max}[method.pooling]
     ranking = [pool(each) for each in zip(*odds)]
     return [candidates[place] for place in best(ranking, (budget.total - budget.sink - budget.window) // budget.page)]
 
@@ -548,7 +548,7 @@ def test_entries_are_the_settings_that_their_names_say():
     ("begin", "message"),
     [
         (lambda: FreeKV(tau=1.5), "expected -1 to 1"),
-        (lambda: FreeKV(pooling="sum"), "expected one of mean-softmax"),
+        (lambda: FreeKV(pooling="sum"), "expected one of softmax-mean"),
         (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, two-bit"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),
         (lambda: LouisKV(tau=2), "expected -1 to 1"),

@@ -14,9 +14,9 @@ from .pages import Layout, Pages, box_scores, cuboid_mean, grouped, mass_scores,
 DIGESTS = {"min-max": (min_max, box_scores), "cuboid-mean": (cuboid_mean, box_scores), "two-bit": (two_bit, mass_scores)}
 
 POOLINGS = {
-    "mean-softmax": lambda scores: scores.softmax(-1).mean(2),
-    "max-softmax": lambda scores: scores.softmax(-1).amax(2),
-    "max-scores": lambda scores: scores.amax(2),
+    "softmax-mean": lambda scores: scores.softmax(-1).mean(2),
+    "softmax-max": lambda scores: scores.softmax(-1).amax(2),
+    "max": lambda scores: scores.amax(2),
 }
 
 
@@ -45,7 +45,7 @@ class FreeKV:
 
     tau: float = 0.9
     correction: bool = True
-    pooling: Literal["mean-softmax", "max-softmax", "max-scores"] = "mean-softmax"
+    pooling: Literal["softmax-mean", "softmax-max", "max"] = "softmax-mean"
     scaled: bool = True
     digest: Literal["min-max", "cuboid-mean", "two-bit"] = "cuboid-mean"
     page: int | None = None
