@@ -122,11 +122,9 @@ class Model:
         defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=CHUNK_TOKENS, grammar_backend=None)
         defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None)
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
-        asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size))
-        asked.get_model_config = lambda: self.config
-        asked.get_attention_backends = lambda: (BACKEND_NAME,)
+        asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size, attention_backend=BACKEND_NAME))
         refusals.refuse_flags(asked)
-        refusals.refuse_resolved(asked, config)
+        refusals.refuse_resolved(asked, self.config, config)
 
     def refusal(self, config: FreeKVConfig) -> Refusal | None:
         """The Refusal of the model by the server's own rules; None if it would be served."""

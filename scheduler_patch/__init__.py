@@ -8,21 +8,22 @@
 | ``SCHEDULER`` | the same | every scheduler |
 | ``LAUNCHER_ON_CPU``, ``SCHEDULER_ON_CPU`` | the same, with ``--device cpu`` | as above |
 
-``FRONT`` reads arguments. With ``--kv-retrieval none`` its hooks change nothing. A hook's docstring begins with its kind: BEFORE, AFTER or
-AROUND the function of SGLang, or REPLACE for its substitute.
+``FRONT`` reads arguments, and ``OPTIONS`` is the part of it that takes FreeKV's. With ``--kv-retrieval none`` its hooks change nothing.
+A hook's docstring begins with its kind: BEFORE, AFTER or AROUND the function of SGLang, or REPLACE for its substitute. ``due`` names what
+calls a hook in every engine: the start of a scheduler passes all of START, and its first step passes all of STEP, or it ends.
 """
 
 from __future__ import annotations
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_freekv.scheduler_patch.registry import Patch
+from sglang_freekv.scheduler_patch.registry import ATTRIBUTE, START, STEP, Patch
 
 PROCESS_MESSAGES = ("self request is_multimodal", "self request is_multimodal output_constrained")
 
 BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
 
-FRONT = (
+OPTIONS = (
     Patch(
         "sglang.srt.server_args.ServerArgs.add_cli_args", "parser", AFTER, "arguments:add_cli_args",
         "the flags, in --help and in --config files",
@@ -34,7 +35,16 @@ FRONT = (
     Patch(
         "sglang.srt.server_args.ServerArgs.__init__", None, AROUND, "arguments:init",
         "flags are keyword arguments of Engine too; defaults and refusals are decided here, and the config travels to the schedulers",
+        until="0.5.20",
     ),
+    Patch(
+        "sglang.srt.entrypoints.engine.Engine.server_args_class", None, ATTRIBUTE, "arguments:make_for_engine",
+        "the same for keyword arguments of Engine, which loads plugins when it is being made already",
+        since="0.5.20",
+    ),
+)
+
+FRONT = OPTIONS + (
     Patch(
         "sglang.srt.server_args.prepare_server_args", "argv", AFTER, "ports:try_ports",
         "SGLang binds its port after the model has loaded, and dies there if the port is taken",
@@ -45,8 +55,8 @@ FRONT = (
             "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
             "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args placement_group",
         ),
-        BEFORE, "activation:in_launcher",
-        "attaches LAUNCHER before any process starts",
+        AROUND, "activation:in_launcher",
+        "attaches LAUNCHER before any process starts; the engine is not ready unless its scheduler has been hooked",
     ),
     Patch(
         "sglang.srt.managers.scheduler.configure_scheduler_process",
@@ -223,11 +233,13 @@ SCHEDULER = (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_memory_pool_config",
         "self pre_model_load_memory", AROUND, "pools:resolve_memory_pool_config",
         "the host's memory bounds token slots, and the device's memory bounds rows",
+        due=START,
     ),
     Patch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
         "self sizes is_dsa_model is_dsv4_model req_to_token_pool", AROUND, "pools:build_kv_pool",
         "the KV pool is FreeKVPool, with one device-cache row per request",
+        due=START,
     ),
     Patch(
         "sglang.srt.models.utils.enable_fused_set_kv_buffer", "forward_batch", REPLACE, "pools:store_kv_apart",
@@ -236,6 +248,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", "self", AFTER, "requests:longest_prompt",
         "a prompt that can never be admitted would block the queue, so it is refused",
+        due=START,
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.abort_request", "self recv_req", AROUND, "requests:let_in_who_stands_behind",
@@ -254,10 +267,12 @@ SCHEDULER = (
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", "self req has_chunked_req truncation_align_size",
         AROUND, "prefill:bounded_contexts",
         "SGLang limits the new tokens of a batch only, but its prefixes must fit the staging buffer too",
+        due=STEP,
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.run_batch", "self batch pp_proxy_tensors", BEFORE, "prefill:mark_tables",
         "prefixes may be staged while a decode graph still runs, but not before their pages are known",
+        due=STEP,
     ),
     Patch(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
@@ -273,6 +288,7 @@ SCHEDULER = (
         ),
         AFTER, "counts:attach",
         "a step's counts and the canary's faults leave the device with its logits",
+        due=STEP,
     ),
     Patch(
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu", "self return_logprob return_hidden_states",
@@ -292,6 +308,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.get_init_info", "self", AFTER, "observe:describe",
         "settings and sizes, at the top level of /server_info",
+        due=START,
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self recv_req", AFTER, "observe:internal_state",
@@ -309,6 +326,7 @@ SCHEDULER = (
         "sglang.srt.managers.scheduler.Scheduler.handle_generate_request", ("self recv_req", "self recv_req mm_input_error"),
         AROUND, "hardening:take_in",
         "an exception about one request answers that request, and does not end the others",
+        due=STEP,
     ),
     Patch(
         "sglang.srt.managers.scheduler.validate_input_length", "req max_req_input_len allow_auto_truncate",
@@ -372,7 +390,7 @@ SCHEDULER_ON_CPU = (
     ),
     Patch(
         "sglang.srt.utils.common.support_triton", "backend", AROUND, "cpu:support_triton",
-        "SGLang assumes that a backend with an unknown name runs Triton",
+        "SGLang assumes that a backend with an unknown name runs Triton; later releases ask the platform",
         until="0.5.22",
     ),
     Patch(
@@ -391,3 +409,13 @@ SCHEDULER_ON_CPU = (
 )
 
 TABLES = (FRONT, LAUNCHER, LAUNCHER_ON_CPU, SCHEDULER, SCHEDULER_ON_CPU)
+
+
+def launcher(device: str) -> tuple[Patch, ...]:
+    """Hooks of the process that serves HTTP, or has made the ``Engine``."""
+    return LAUNCHER + (LAUNCHER_ON_CPU if device == "cpu" else ())
+
+
+def scheduler(device: str) -> tuple[Patch, ...]:
+    """Hooks of a scheduler."""
+    return SCHEDULER + (SCHEDULER_ON_CPU if device == "cpu" else ())

@@ -1,46 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of KV retrieval in ServerArgs: parsed, checked, completed, and handed to the schedulers."""
+"""SGLang's ServerArgs: how FreeKV's options get in, how settings are read, and how the config travels. No other file knows its form.
+
+| release | ServerArgs | FreeKV's options are taken by |
+|---|---|---|
+| before 0.5.20 | a dataclass that resolves its settings where it is made, in place | a hook on ``__init__`` |
+| since 0.5.20 | a msgspec Struct that keeps what was typed; settings are read through a view | a hook on each way to make one |
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, replace
+from dataclasses import fields as dataclass_fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from sglang.srt.server_args import ServerArgs
 
+from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
-from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
-from sglang_freekv.flag import TOKENS
-from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options, config_from
-from sglang_freekv.scheduler_patch import cpu, refusals
+from sglang_freekv.config import BACKEND_NAME, FreeKVConfig, Refusal, typed
+from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options
+from sglang_freekv.scheduler_patch import preparation, refusals, registry
+
+if APART := releases.has("settings apart"):
+    from msgspec import NODEFAULT
+    from msgspec.structs import fields as struct_fields
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
 logger = logging.getLogger(__name__)
 
+MODULE = "sglang.srt.server_args"
+OFF = (None, "none")
+CONFIG, LAUNCHED = CARRIED = "_freekv", "_freekv_launched"  # attributes of ServerArgs that travel to the schedulers
+
 _command_line: ContextVar[Options] = ContextVar("freekv_command_line", default=Options())
+_typed: list[str] = []  # the method that a command line asks for, until it is handed on
+_drift: list[registry.Drift] = []
+
+
+def refuse_all(drift: registry.Drift) -> None:
+    """From now on refuse whoever asks for KV retrieval, because SGLang is not what the hooks were written for."""
+    _drift.append(drift)
+
+
+def defaults() -> dict[str, Any]:
+    """Names and defaults of SGLang's options, in the order of ServerArgs' positional arguments; None for one without a default."""
+    fields, missing = (struct_fields(ServerArgs), NODEFAULT) if APART else (dataclass_fields(ServerArgs), MISSING)
+    return {
+        field.name: field.default_factory() if field.default_factory is not missing
+        else None if field.default is missing else field.default
+        for field in fields
+    }  # fmt: skip
+
+
+def config_of(server_args) -> FreeKVConfig | None:
+    """The config of an engine with KV retrieval; None without.
+
+    Raises:
+        Drift: the command line asks for KV retrieval, but SGLang made ServerArgs of it without calling our hooks.
+    """
+    config = getattr(server_args, CONFIG, None)
+    if config is None and _typed:
+        raise registry.drift(f"{MODULE}.ServerArgs.from_cli_args", f"did not hand --kv-retrieval {_typed[-1]} on")
+    return config
+
+
+def mark_launched(server_args) -> None:
+    """Note for the schedulers that the launcher's hooks are attached."""
+    vars(server_args)[LAUNCHED] = True
+
+
+def was_launched(server_args) -> bool:
+    return LAUNCHED in vars(server_args)
+
+
+def resolved(server_args):
+    """SGLang's options with all that it has filled in or changed, as attributes."""
+    return resolved_view(server_args) if APART else server_args
+
+
+def model_config(server_args):
+    """SGLang's ModelConfig."""
+    return model_config_of(server_args) if APART else server_args.get_model_config()
 
 
 def add_cli_args(_, parser: argparse.ArgumentParser) -> None:
     """AFTER SGLang has added its flags: add FreeKV's, in a group of their own."""
     group = parser.add_argument_group("KV retrieval (FreeKV)", ABOUT)
+    _typed.clear()
     for name, flag in FLAGS.items():
-        group.add_argument(typed(name), **flag.arguments)
+        group.add_argument(typed(name), **flag.arguments, action=_Note)
+
+
+class _Note(argparse._StoreAction):  # SGLang takes no other class from a --config file
+    """Stores an option, and notes that KV retrieval is asked for, so that no hook that SGLang does not call lets that be forgotten."""
+
+    def __call__(self, parser, namespace, value, option_string=None) -> None:
+        super().__call__(parser, namespace, value, option_string)
+        if self.dest == "kv_retrieval" and value not in OFF:
+            _typed.append(value)
+        if _drift and (self.dest != "kv_retrieval" or value not in OFF):
+            end_with(_drift[0])
 
 
 def from_cli_args(original, cls, namespace: argparse.Namespace) -> ServerArgs:
-    """AROUND the making of ServerArgs from a command line: hand the flags to :func:`init`, and print a refusal as one line."""
-    token = _command_line.set(Options(**{name: getattr(namespace, name, None) for name in NAMES}))
+    """AROUND the making of ServerArgs from a command line: take the flags, and print a refusal as one line."""
+    options = Options(**{name: getattr(namespace, name, None) for name in NAMES})
+    _typed.clear()
+    token = _command_line.set(options)
     try:
-        return original(cls, namespace)
+        if APART:
+            server_args = _make(options, vars(namespace), lambda settings: original(cls, _with(namespace, settings)))
+        else:
+            server_args = original(cls, namespace)
+        if options.kv_retrieval not in OFF and config_of(server_args) is None:
+            raise registry.drift(f"{MODULE}.ServerArgs", f"was made without taking --kv-retrieval {options.kv_retrieval}")
+        return server_args
     except Refusal as refusal:
         end_with(refusal)
     finally:
         _command_line.reset(token)
+
+
+def _with(namespace: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**vars(namespace) | settings)
 
 
 def end_with(refusal: Refusal) -> NoReturn:
@@ -51,38 +139,44 @@ def end_with(refusal: Refusal) -> NoReturn:
 
 
 def init(original, self: ServerArgs, *args, **kwargs) -> None:
-    """AROUND the making of ServerArgs: take FreeKV's keyword arguments too, and keep their FreeKVConfig as ``_freekv``.
+    """AROUND the making of ServerArgs: take FreeKV's keyword arguments too, and leave their FreeKVConfig on it.
 
     Raises:
         Refusal: FreeKV does not serve an option, a combination of options, or the model.
     """
     options = _take_options(kwargs)
-    if options.kv_retrieval in (None, "none"):
-        _refuse_idle_options(options, kwargs)
-        original(self, *args, **kwargs)
-        return
-    kwargs.update(zip((field.name for field in fields(ServerArgs)), args))
-    config = _prepare(options, kwargs)
-    try:
+    kwargs = dict(zip(defaults(), args)) | kwargs
+    if _is_off(options, kwargs):
         original(self, **kwargs)
-    except Exception as error:  # for some models SGLang insists on an attention backend
-        if "model_config" in vars(self):
-            refusals.refuse_model(self.model_config, config.method)
-        if BACKEND_NAME in str(error):  # the error lists the backends that this model needs
-            reason = f"SGLang does not serve this model so ({error})"
-            raise Refusal(f"--kv-retrieval {config.method}: {reason}; use --kv-retrieval none") from None
-        raise
-    if self.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
-        refusals.refuse_model(self.get_model_config(), config.method)
-        refusals.refuse_resolved(self, config)
-        refusals.refuse_small_pool(self, config)
-        _warn_of_untested(self.get_model_config().hf_config.architectures[0])
-    object.__setattr__(self, "_freekv", config)
+        return
+    config, settings = _prepare(options, kwargs)
+    _resolve(self, config, lambda: original(self, **kwargs | settings))
 
 
-def _warn_of_untested(architecture: str) -> None:
-    if architecture not in TESTED_ARCHITECTURES:
-        logger.warning("%s has not been tested with KV retrieval; compare its answers with those of --kv-retrieval none", architecture)
+def make_for_engine(**kwargs) -> ServerArgs:
+    """REPLACE the class that Engine makes of its keyword arguments: ServerArgs, which has FreeKV's config on it.
+
+    Raises:
+        Refusal: FreeKV does not serve an option, a combination of options, or the model.
+    """
+    options = _take_options(kwargs)
+    return _make(options, kwargs, lambda settings: ServerArgs(**kwargs | settings))
+
+
+def _make(options: Options, asked: dict[str, Any], make: Callable[[dict[str, Any]], ServerArgs]) -> ServerArgs:
+    """ServerArgs, resolved at once if KV retrieval is on, so that a refusal comes where it is made.
+
+    Args:
+        options: FreeKV's options.
+        asked: SGLang's options, among others.
+        make: makes ServerArgs with some more settings of SGLang.
+    """
+    if _is_off(options, asked):
+        return make({})
+    config, settings = _prepare(options, asked)
+    server_args = make(settings)
+    _resolve(server_args, config, server_args.resolve_once)
+    return server_args
 
 
 def _take_options(kwargs: dict) -> Options:
@@ -90,75 +184,53 @@ def _take_options(kwargs: dict) -> Options:
     return replace(_command_line.get(), **{name: kwargs.pop(name) for name in NAMES if name in kwargs})
 
 
-def _refuse_idle_options(options: Options, kwargs: dict) -> None:
-    for name in NAMES[1:]:
-        if getattr(options, name) is not None:
-            raise Refusal(f"{typed(name)}: it has no effect without --kv-retrieval freekv; add that, or leave it out")
-    if kwargs.get("attention_backend") == BACKEND_NAME:
+def _is_off(options: Options, asked: dict[str, Any]) -> bool:
+    """Whether KV retrieval is off; then FreeKV's other options are refused, which have no effect."""
+    if options.kv_retrieval not in OFF:
+        return False
+    preparation.refuse_idle(options)
+    refuse_lost_config(asked.get("attention_backend"))
+    return True
+
+
+def refuse_lost_config(attention_backend: str | None) -> None:
+    """Raise a Refusal of FreeKV's attention backend, which only comes with a config."""
+    if attention_backend == BACKEND_NAME:
         raise Refusal(
             "--attention-backend freekv: it is part of --kv-retrieval, which is not given; use that flag "
             "(a copy of ServerArgs made field by field loses it)"
         )
 
 
-def _prepare(options: Options, kwargs: dict) -> FreeKVConfig:
-    """Check the options without the model, set the options of SGLang that FreeKV needs, and prepare this process.
-
-    Args:
-        options: FreeKV's options.
-        kwargs: ServerArgs' options, which are updated in place.
-
-    Raises:
-        Refusal: FreeKV does not serve an option or a combination of options.
-    """
-    asked = SimpleNamespace(**{field.name: _default(field) for field in fields(ServerArgs)} | kwargs)
-    asked.device = cpu.usable_device(asked.device)
-    page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
-    config = config_from(options, page_size)
-    refusals.refuse_flags(asked)
-    if config.tau is not None and abs(config.tau) > 1:
-        above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
-        logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
-    config = _with_host_memory(config, asked)
-    if asked.device == "cpu":
-        if config.recall_timing:
-            raise Refusal(
-                f"--freekv-recall-timing {config.recall_timing}: expected 0 with --device cpu, which recalls and computes in turn; "
-                "leave it out"
-            )
-        cpu.prepare_process()
-        if asked.grammar_backend is None:
-            kwargs["grammar_backend"] = "llguidance"  # SGLang's default, xgrammar, masks logits on GPUs only
-    kwargs.update(device=asked.device, page_size=page_size, attention_backend=BACKEND_NAME, disable_prefill_cuda_graph=True)
-    if asked.device == "cpu" or config.recall == "copy-engine":  # the host reads the list of missing units, then issues the copies
-        if asked.cuda_graph_backend_decode == "full":
-            raise Refusal(
-                "--cuda-graph-backend-decode full: there is no decode graph with --device cpu or --freekv-recall copy-engine; leave it "
-                "out, or use --device cuda and --freekv-recall zero-copy"
-            )
-        kwargs.update(disable_decode_cuda_graph=True)
-    return config
+def _prepare(options: Options, asked: dict[str, Any]) -> tuple[FreeKVConfig, dict[str, Any]]:
+    """The config, and the settings of SGLang that it needs."""
+    if _drift:
+        raise _drift[0]
+    names = defaults()
+    return preparation.prepare(options, SimpleNamespace(**names | {name: asked[name] for name in names if name in asked}))
 
 
-def _default(field) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+def _resolve(server_args: ServerArgs, config: FreeKVConfig, resolve: Callable[[], None]) -> None:
+    """Have SGLang resolve its settings, refuse what does not suit the model, and leave the config for the schedulers."""
+    try:
+        resolve()
+    except Exception as error:  # for some models SGLang insists on an attention backend
+        model = vars(server_args).get("_model_config" if APART else "model_config")
+        if model is not None:
+            refusals.refuse_model(model, config.method)
+        if BACKEND_NAME in str(error):  # the error lists the backends that this model needs
+            reason = f"SGLang does not serve this model so ({error})"
+            raise Refusal(f"--kv-retrieval {config.method}: {reason}; use --kv-retrieval none") from None
+        raise
+    if server_args.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
+        settings, model = resolved(server_args), model_config(server_args)
+        refusals.refuse_model(model, config.method)
+        refusals.refuse_resolved(settings, model, config)
+        refusals.refuse_small_pool(settings, model, config)
+        _warn_of_untested(model.hf_config.architectures[0])
+    vars(server_args)[CONFIG] = config
 
 
-def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVConfig:
-    """``config`` with its host memory set, here and once for all ranks of this machine, before any of them allocates.
-
-    Raises:
-        Refusal: the host's memory does not suffice.
-    """
-    ranks = max(1, asked.tp_size * asked.dp_size // asked.nnodes)
-    room = host_memory.room()
-    if config.host_memory_gib is None:
-        share = host_memory.default_host_pool_bytes(room.num_bytes, ranks, asked.device)
-        if share < host_memory.LEAST_BYTES:
-            raise Refusal(
-                f"--kv-retrieval {config.method}: {room.bound} has {room.num_bytes / GIB:.2f} GiB of host memory left, too little for the "
-                f"KV of {ranks} rank(s); {room.remedy}, or set --freekv-host-memory"
-            )
-        return replace(config, host_memory_gib=share / GIB)
-    refusals.refuse_host_memory(config.host_memory_gib, ranks, room)
-    return config
+def _warn_of_untested(architecture: str) -> None:
+    if architecture not in TESTED_ARCHITECTURES:
+        logger.warning("%s has not been tested with KV retrieval; compare its answers with those of --kv-retrieval none", architecture)

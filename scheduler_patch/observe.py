@@ -9,6 +9,8 @@ import torch
 
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.metrics import POOLS, Exporter
+from sglang_freekv.scheduler_patch import registry
+from sglang_freekv.scheduler_patch.arguments import CARRIED
 from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
 EXPORT_INTERVAL_S = SWEEP_INTERVAL_S = 1.0
@@ -106,13 +108,15 @@ def _observer(scheduler) -> Observer:
 
 def describe(info: dict, scheduler) -> None:
     """AFTER the scheduler says that it is ready: add settings and sizes to the top level of /server_info."""
+    registry.prove(registry.START)
     info["freekv"] = _observer(scheduler).pool.describe()
 
 
 def internal_state(output, scheduler, recv_req) -> None:
     """AFTER the scheduler reports its state: add FreeKV's counts, pools in use, canary and recall times."""
     observer = _observer(scheduler)
-    del output.internal_state["_freekv"]  # SGLang lists every attribute of ServerArgs
+    for name in CARRIED:
+        output.internal_state.pop(name, None)  # SGLang lists every attribute of ServerArgs
     state = observer.state()
     if observer.quarantine is not None:
         state["canary"] = observer.quarantine.as_dict()
@@ -123,6 +127,7 @@ def internal_state(output, scheduler, recv_req) -> None:
 
 def process_batch_result(original, scheduler, batch, result) -> None:
     """AROUND the processing of a step's results: act on the canary's faults before the tokens leave, and update /metrics after it."""
+    registry.prove(registry.STEP)
     observer, step = _observer(scheduler), getattr(result.logits_output, "freekv", None)
     if observer.quarantine is not None and step is not None:
         if result.copy_done is not None:

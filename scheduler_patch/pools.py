@@ -13,6 +13,7 @@ from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
+from sglang_freekv.scheduler_patch.arguments import config_of, resolved
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
 
@@ -26,15 +27,16 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     Raises:
         Refusal: the checkpoint asks for another KV dtype, or host or device memory is too small.
     """
-    config, found, expected = configurator.server_args._freekv, configurator.kv_cache_dtype, configurator.model_config.dtype
+    config, settings = config_of(configurator.server_args), resolved(configurator.server_args)
+    found, expected = configurator.kv_cache_dtype, configurator.model_config.dtype
     if found != expected:  # a checkpoint may ask for it in a file that SGLang has not read before
         raise Refusal(
-            f"--kv-cache-dtype {configurator.server_args.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected "
+            f"--kv-cache-dtype {settings.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected "
             f"{_typed(expected)}, the model's, because FreeKV does not quantise KV; use --kv-cache-dtype bf16, or --kv-retrieval none"
         )
     sizing = _sizing(configurator)
     host_bytes, device_bytes = _budgets(configurator, config, pre_model_load_memory)
-    tokens = sizing.tokens(host_bytes, device_bytes, configurator.server_args.max_running_requests)
+    tokens = sizing.tokens(host_bytes, device_bytes, settings.max_running_requests)
     tokens = _agree(configurator._apply_token_constraints(tokens)) // config.page_size * config.page_size
     if tokens < LEAST_PAGES * config.page_size:
         sizing.rows(device_bytes, tokens=0)  # raises its own Refusal if the device is too small
@@ -46,14 +48,14 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=rows,
-        mem_fraction_static=configurator.server_args.mem_fraction_static,
+        mem_fraction_static=settings.mem_fraction_static,
     )
 
 
 def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool) -> FreeKVPool:
     """AROUND the making of the KV pool: make a FreeKVPool, with one device-cache row for every request that SGLang may run."""
     return FreeKVPool(
-        config=configurator.server_args._freekv,
+        config=config_of(configurator.server_args),
         shape=_kv_shape(configurator),
         size=sizes.max_total_num_tokens,
         num_rows=req_to_token_pool.size,
@@ -69,11 +71,11 @@ def store_kv_apart(forward_batch) -> bool:
 
 def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:
     layers = configurator.layer_info.num_effective_layers
-    return kv_shape(configurator.model_config, configurator.server_args._freekv, layers, get_parallel().attn_tp_size)
+    return kv_shape(configurator.model_config, config_of(configurator.server_args), layers, get_parallel().attn_tp_size)
 
 
 def _sizing(configurator: KVCacheConfigurator) -> Sizing:
-    return Sizing(configurator.server_args._freekv, _kv_shape(configurator), configurator.model_config.context_len)
+    return Sizing(config_of(configurator.server_args), _kv_shape(configurator), configurator.model_config.context_len)
 
 
 def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:
@@ -81,7 +83,7 @@ def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_
     host_bytes = int(config.host_memory_gib * GIB)
     device_bytes = configurator._profile_available_bytes(pre_model_load_memory)
     if configurator.device == "cpu":
-        args = configurator.server_args
+        args = resolved(configurator.server_args)
         ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
         device_bytes = min(device_bytes, host_memory.default_host_pool_bytes(host_memory.available_bytes(), ranks, "cpu"))
     return host_bytes, device_bytes

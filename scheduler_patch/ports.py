@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 from sglang_freekv.config import Refusal
-from sglang_freekv.scheduler_patch.arguments import end_with
+from sglang_freekv.scheduler_patch.arguments import config_of, end_with, resolved
 from sglang_freekv.scheduler_patch.refusals import typed
 
 HIGHEST = 65535
@@ -16,21 +16,22 @@ HIGHEST = 65535
 
 def try_ports(server_args, argv) -> None:
     """AFTER the command line of a server is read: end the process with one line if a port cannot be used. `Engine` has no such port."""
-    if getattr(server_args, "_freekv", None) is None:
+    if config_of(server_args) is None:
         return
+    settings = resolved(server_args)
     try:
-        for name, host in _ports(server_args):
-            _try_port(name, host, getattr(server_args, name))
+        for name, host in _ports(settings):
+            _try_port(name, host, getattr(settings, name))
     except Refusal as refusal:
         end_with(refusal)
 
 
-def _ports(server_args) -> Iterator[tuple[str, str]]:
+def _ports(settings) -> Iterator[tuple[str, str]]:
     """Names of the options that give a port, each with the host to bind it on."""
-    yield "port", server_args.host
-    if server_args.grpc_port is not None:
-        yield "grpc_port", server_args.host
-    if server_args.nccl_port is not None and server_args.dist_init_addr is None:
+    yield "port", settings.host
+    if settings.grpc_port is not None:
+        yield "grpc_port", settings.host
+    if settings.nccl_port is not None and settings.dist_init_addr is None:
         yield "nccl_port", "127.0.0.1"
 
 

@@ -197,7 +197,7 @@ RESOLVED_RULES = (
         "--moe-dense-tp-size {s.moe_dense_tp_size}: " + PADDED,
     ),
     Rule(
-        lambda s, m, c: set(s.get_attention_backends()) != {BACKEND_NAME},
+        lambda s, m, c: set(_backends(s)) != {BACKEND_NAME},
         "--kv-retrieval {c.method}: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
     ),
     Rule(
@@ -256,20 +256,25 @@ def refuse_model(model, method: str = "freekv") -> None:
         raise Refusal(f"--kv-retrieval {method} does not serve {name}: {'; '.join(reasons)}; use --kv-retrieval none")
 
 
-def refuse_resolved(server_args, config: FreeKVConfig) -> None:
-    """Raise the Refusal of the first option that does not suit the model or the defaults that SGLang has filled in."""
-    model = server_args.get_model_config()
+def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
+    """Raise the Refusal of the first option that does not suit the model or the defaults that SGLang has filled in.
+
+    Args:
+        settings: SGLang's resolved options, as attributes.
+        model: SGLang's ModelConfig.
+        config: of FreeKV.
+    """
     words = {
-        "backends": " and ".join(map(str, server_args.get_attention_backends())),
-        "chunk": max(1, server_args.chunked_prefill_size // config.page_size) * config.page_size,
+        "backends": " and ".join(map(str, _backends(settings))),
+        "chunk": max(1, settings.chunked_prefill_size // config.page_size) * config.page_size,
         "dense": ",".join(map(str, config.dense_layers)),
         "last": model.num_attention_layers - 1,
         "pages": LEAST_PAGES,
         "least": LEAST_PAGES * config.page_size,
     }
     for rule in RESOLVED_RULES:
-        if rule.applies(server_args, model, config):
-            raise Refusal(rule.message.format(s=server_args, m=model, c=config, **words))
+        if rule.applies(settings, model, config):
+            raise Refusal(rule.message.format(s=settings, m=model, c=config, **words))
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
@@ -285,10 +290,9 @@ def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -
     )
 
 
-def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
+def refuse_small_pool(settings, model, config: FreeKVConfig) -> None:
     """Raise a Refusal if a rank's host memory holds fewer than ``LEAST_PAGES`` pages of the model's KV."""
-    model = server_args.get_model_config()
-    shape = kv_shape(model, config, model.num_attention_layers, server_args.tp_size)
+    shape = kv_shape(model, config, model.num_attention_layers, settings.tp_size)
     least = LEAST_PAGES * config.page_size * Sizing(config, shape, model.context_len).host_bytes_per_token
     if config.host_memory_gib * GIB < least:
         gib = ceil(least / GIB * 10_000) / 10_000
@@ -296,6 +300,12 @@ def refuse_small_pool(server_args, config: FreeKVConfig) -> None:
             f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
             f"{config.page_size} of this model's KV; use {gib:g} or more"
         )
+
+
+def _backends(settings) -> tuple[str, str]:
+    """Names of the attention backends of prefill and decoding."""
+    one = settings.attention_backend
+    return settings.prefill_attention_backend or one, settings.decode_attention_backend or one
 
 
 def _fp8_checkpoint(model) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of SGLang: declared, attached, and verified to be live."""
+"""Patches of SGLang: declared, attached, verified to be live, and proven to be called."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -12,6 +13,14 @@ from importlib import import_module
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_freekv import releases
+from sglang_freekv.config import Refusal
+
+START, STEP = "the start of an engine", "the first step"
+ATTRIBUTE = "attribute"  # SGLang's hook on a class would take its place in all modules
+
+
+class Drift(Refusal):
+    """SGLang's target of a hook is not what the hook was written for."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +31,26 @@ class Patch:
         target: dotted path of the function or method of SGLang.
         parameters: names of its parameters, blank-separated. Releases that differ have one string each, the oldest first.
             None if they do not matter.
-        kind: BEFORE, AFTER, AROUND or REPLACE.
-        hook: ``module:function`` in this package, imported when the patch is attached.
+        kind: BEFORE, AFTER, AROUND or REPLACE, or ATTRIBUTE, which puts the hook in the place of an attribute that is no function.
+        hook: ``module:name`` in this package, imported when the patch is attached.
         why: the reason for the hook.
         since: the first release of SGLang that is hooked; None for every one.
         until: the first release that no longer is; None for none.
+        due: what calls the hook in every engine with KV retrieval, START or STEP; None if nothing needs to.
     """
 
     target: str
     parameters: str | tuple[str, ...] | None
-    kind: HookType
+    kind: HookType | str
     hook: str
     why: str
     since: str | None = None
     until: str | None = None
+    due: str | None = None
+
+    def load(self) -> Callable:
+        module, name = self.hook.split(":")
+        return getattr(import_module(f"{__package__}.{module}"), name)
 
     def concerns(self, is_since: Callable[[str], bool] = releases.is_since) -> bool:
         """Whether a release is hooked; ``is_since`` tells whether it is a given one or a later one."""
@@ -49,16 +64,26 @@ class Patch:
     def alternatives(self) -> tuple[str, ...]:
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
-    def load(self) -> Callable:
-        module, name = self.hook.split(":")
-        return getattr(import_module(f"{__package__}.{module}"), name)
-
 
 _registered: set[Patch] = set()
+_called: set[Patch] = set()
+_proven: set[str] = set()
 
 
-class Drift(RuntimeError):
-    """SGLang's target of a hook is not what the hook was written for."""
+def check(patches: Iterable[Patch]) -> None:
+    """Raise Drift if a target is gone or has other parameters."""
+    for patch in patches:
+        if patch.concerns() and patch not in _registered:
+            _check_target(patch)
+
+
+def fits(patch: Patch) -> bool:
+    """Whether the target is there, and has the parameters that the hook was written for."""
+    try:
+        check([patch])
+    except Drift:
+        return False
+    return True
 
 
 def register(patches: Iterable[Patch]) -> None:
@@ -68,15 +93,17 @@ def register(patches: Iterable[Patch]) -> None:
         Drift: a target is gone, or has other parameters.
     """
     wanted = [patch for patch in patches if patch.concerns() and patch not in _registered]
-    for patch in wanted:
-        _check_target(patch)
+    check(wanted)
     hooks = [(patch, patch.load()) for patch in wanted]
     for patch, hook in hooks:
+        _registered.add(patch)
+        if patch.kind == ATTRIBUTE:
+            setattr(*_place(patch), staticmethod(hook))
+            continue
         if patch.target in HookRegistry._patched:  # another plugin has hooked it, and SGLang would skip ours: hook the result
             HookRegistry._patched.discard(patch.target)
             HookRegistry._hooks[patch.target] = []
-        HookRegistry.register(patch.target, hook, patch.kind)
-        _registered.add(patch)
+        HookRegistry.register(patch.target, hook if patch.due is None else _noting(patch, hook), patch.kind)
 
 
 def apply(patches: Iterable[Patch]) -> None:
@@ -94,19 +121,50 @@ def apply(patches: Iterable[Patch]) -> None:
 def verify(patches: Iterable[Patch]) -> None:
     """Raise Drift unless all hooks are live. SGLang itself only logs a failed hook and goes on without it."""
     for patch in patches:
-        if patch.concerns() and (patch not in _registered or patch.target not in HookRegistry._patched):
-            raise _drift(patch.target, "could not be hooked; the log above has the exception")
+        if patch.concerns() and not (patch in _registered and _is_attached(patch)):
+            raise drift(patch.target, "could not be hooked; the log above has the exception")
+
+
+def _is_attached(patch: Patch) -> bool:
+    if patch.kind == ATTRIBUTE:
+        return getattr(*_place(patch)) is patch.load()
+    return patch.target in HookRegistry._patched
+
+
+def _place(patch: Patch) -> tuple[object, str]:
+    owner, _, name = patch.target.rpartition(".")
+    return pkgutil.resolve_name(owner), name
+
+
+def prove(due: str) -> None:
+    """Raise Drift unless each hook that is due by now has been called in this process. It is asked once; later it returns at once."""
+    if due in _proven:
+        return
+    _proven.add(due)
+    for patch in _registered - _called:
+        if patch.due == due:
+            raise drift(patch.target, f"is hooked, but {due} did not call it")
+
+
+def drift(target: str, finding: str) -> Drift:
+    remedy = f"use SGLang {' or '.join(releases.TESTED)}, which this release was tested with"
+    return Drift(f"--kv-retrieval: SGLang {releases.INSTALLED}'s {target} {finding}; {remedy}")
+
+
+def _noting(patch: Patch, hook: Callable) -> Callable:
+    @functools.wraps(hook)
+    def called(*args, **kwargs):
+        _called.add(patch)
+        return hook(*args, **kwargs)
+
+    return called
 
 
 def _check_target(patch: Patch) -> None:
     try:
-        parameters = list(inspect.signature(pkgutil.resolve_name(patch.target)).parameters)
+        target = pkgutil.resolve_name(patch.target)
+        parameters = [] if patch.parameters is None else list(inspect.signature(target).parameters)
     except (ImportError, AttributeError) as error:
-        raise _drift(patch.target, f"is not there ({error})") from error
+        raise drift(patch.target, f"is not there ({error})") from error
     if not patch.fits(parameters):
-        raise _drift(patch.target, f"takes ({', '.join(parameters)}), expected ({', '.join(patch.alternatives[-1].split())})")
-
-
-def _drift(target: str, finding: str) -> Drift:
-    remedy = f"use SGLang {' or '.join(releases.TESTED)}, which this release was tested with"
-    return Drift(f"--kv-retrieval: SGLang {releases.INSTALLED}'s {target} {finding}; {remedy}")
+        raise drift(patch.target, f"takes ({', '.join(parameters)}), expected ({', '.join(patch.alternatives[-1].split())})")

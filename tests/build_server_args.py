@@ -19,7 +19,7 @@ def run(cases: dict[str, dict]) -> dict:
 
     Args:
         cases: ``{"argv": [...]}`` for the command line, or ``{"args": [...], "kwargs": {...}}`` for ``Engine``;
-            with ``"stock"`` the hook on ``ServerArgs`` is left out.
+            with ``"stock"`` ServerArgs is SGLang's own.
     """
     done = subprocess.run(
         [sys.executable, "-P", __file__],
@@ -34,17 +34,26 @@ def run(cases: dict[str, dict]) -> dict:
 
 
 def build(case: dict) -> dict:
+    from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    from sglang_freekv.scheduler_patch import arguments
 
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
         try:
             if "argv" in case:
                 server_args = prepare_server_args(case["argv"])
+            elif arguments.APART:
+                positional = dict(zip(arguments.defaults(), case.get("args", ())))
+                make = ServerArgs if case.get("stock") else Engine.server_args_class
+                server_args = make(**positional, **case["kwargs"])
             else:
                 server_args = ServerArgs.__new__(ServerArgs)
                 init = ServerArgs.__init__.__wrapped__ if case.get("stock") else ServerArgs.__init__
                 init(server_args, *case.get("args", ()), **case["kwargs"])
+            if arguments.APART:
+                server_args.resolve_once()  # what an engine does first
         except SystemExit as exit:
             return {"exit": exit.code, "stderr": stderr.getvalue()}
         except Exception as error:
@@ -53,15 +62,17 @@ def build(case: dict) -> dict:
 
 
 def describe(server_args) -> dict:
-    config = getattr(server_args, "_freekv", None)
+    from sglang_freekv.scheduler_patch.arguments import config_of, defaults, resolved
+
+    config, settings = config_of(server_args), resolved(server_args)
     copies = (copy.deepcopy(server_args), pickle.loads(pickle.dumps(server_args)))
-    graphs = server_args.cuda_graph_config
+    graphs = settings.cuda_graph_config
     return {
         "config": config and dataclasses.asdict(config),
-        "config_of_copies": [getattr(other, "_freekv", None) == config for other in copies],
-        "settings": {name: getattr(server_args, name) for name in ("page_size", "attention_backend", "device")},
+        "config_of_copies": [config_of(other) == config for other in copies],
+        "settings": {name: getattr(settings, name) for name in ("page_size", "attention_backend", "device")},
         "graphs": [graphs.decode.backend, graphs.prefill.backend],
-        "fields": {field.name: repr(getattr(server_args, field.name)) for field in dataclasses.fields(server_args)},
+        "fields": {name: repr(getattr(settings, name)) for name in defaults()},
         "environment": {name: os.environ.get(name) for name in ("SGLANG_USE_CPU_ENGINE", "PYTHONPATH")},
     }
 

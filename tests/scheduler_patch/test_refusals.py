@@ -287,8 +287,8 @@ def test_what_sglang_insists_on():
     backends = ("freekv", "freekv")
 
     def refuse(backends=backends, **changes):
-        methods = {"get_model_config": lambda: model, "get_attention_backends": lambda: backends}
-        refusals.refuse_resolved(SimpleNamespace(**methods, **(resolved | changes)), FreeKVConfig("quest"))
+        names = dict(zip(("prefill_attention_backend", "decode_attention_backend"), backends), attention_backend="freekv")
+        refusals.refuse_resolved(SimpleNamespace(**names | resolved | changes), model, FreeKVConfig("quest"))
 
     refuse()
     insists = "--kv-retrieval quest: SGLang insists on the attention backends triton and freekv here; use --kv-retrieval none"

@@ -21,12 +21,13 @@ def sglang_module(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.copy())
     monkeypatch.setattr(HookRegistry, "_patched", set(HookRegistry._patched))
-    monkeypatch.setattr(registry, "_registered", set())
+    for name in ("_registered", "_called", "_proven"):
+        monkeypatch.setattr(registry, name, set())
     return module
 
 
-def patch(target: str, parameters: str | tuple[str, ...] = "batch size", **releases) -> Patch:
-    return Patch(f"some_sglang_module.{target}", parameters, HookType.AFTER, "counts:copy_to_cpu", "a test", **releases)
+def patch(target: str, parameters: str | tuple[str, ...] = "batch size", **more) -> Patch:
+    return Patch(f"some_sglang_module.{target}", parameters, HookType.AFTER, "counts:copy_to_cpu", "a test", **more)
 
 
 def test_a_patch_is_applied_once(sglang_module, monkeypatch):
@@ -51,7 +52,7 @@ def test_a_target_that_another_plugin_has_hooked_is_hooked_again(sglang_module, 
 def test_a_hook_that_is_not_attached_is_noticed(sglang_module, monkeypatch):
     monkeypatch.setattr(Patch, "load", lambda self: lambda result, *args, **kwargs: None)
     registry.register([patch("step")])
-    with pytest.raises(RuntimeError, match="could not be hooked"):
+    with pytest.raises(Drift, match="could not be hooked"):
         registry.verify([patch("step")])
 
 
@@ -86,14 +87,37 @@ def test_a_release_has_its_own_hooks(sglang_module, since, until, hooked):
 
 def test_a_hook_that_sglang_could_not_attach_is_an_error(sglang_module, monkeypatch):
     monkeypatch.setattr(registry.HookRegistry, "_apply_target", classmethod(lambda cls, *args: 1 / 0))
-    with pytest.raises(RuntimeError, match="could not be hooked"):
+    with pytest.raises(Drift, match="could not be hooked"):
         apply([patch("step")])
 
 
 def test_without_retrieval_nothing_is_attached(monkeypatch):
     monkeypatch.setattr(activation, "apply", lambda patches: pytest.fail("attached"))
-    activation.in_launcher(None, SimpleNamespace(device="cpu"))
-    activation.in_scheduler(SimpleNamespace(device="cpu"), 0)
+    stock = SimpleNamespace(device="cpu", attention_backend=None)
+    assert activation.in_launcher(lambda cls, server_args: "started", None, stock) == "started"
+    activation.in_scheduler(stock, 0)
+
+
+def test_a_hook_that_was_not_called_in_time_is_told(sglang_module, monkeypatch):
+    monkeypatch.setattr(Patch, "load", lambda self: lambda result, *args, **kwargs: None)
+    registry.apply([patch("step", due=registry.START)])
+    sglang_module.step(1, 2)
+    registry.prove(registry.START)
+    sglang_module.other = lambda batch: batch
+    registry.apply([patch("other", "batch", due=registry.STEP)])
+    with pytest.raises(Drift, match="some_sglang_module.other is hooked, but the first step did not call it"):
+        registry.prove(registry.STEP)
+
+
+def test_an_attribute_is_replaced_where_it_is_and_nowhere_else(sglang_module, monkeypatch):
+    sglang_module.Holder = type("Holder", (), {"made_of": dict})
+    monkeypatch.setattr(Patch, "load", lambda self: sorted)
+    whole = Patch("some_sglang_module.Holder.made_of", None, registry.ATTRIBUTE, "counts:collect", "a test")
+    registry.apply([whole])
+    assert sglang_module.Holder().made_of is sorted and dict is type({})
+    sglang_module.Holder.made_of = dict
+    with pytest.raises(Drift, match="could not be hooked"):
+        registry.verify([whole])
 
 
 def test_every_patch_says_why_and_is_listed_once():
