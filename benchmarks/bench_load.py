@@ -80,8 +80,7 @@ class TextSetup(Setup):
     def flags(self, system: str, directory: Path) -> dict:
         flags = super().flags(system, directory)
         flags.pop("--skip-tokenizer-init", None)
-        tokenizer = write_tokenizer(directory.parent / "tokenizer", self.config["vocab_size"])
-        return flags | {"--tokenizer-path": tokenizer, "--grammar-backend": "none"}  # no grammar backend reads a tokenizer of whole words
+        return flags | {"--tokenizer-path": write_tokenizer(directory.parent / "tokenizer", self.config["vocab_size"])}
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> Path:
