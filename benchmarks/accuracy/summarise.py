@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.accuracy.plots import pictures
 from benchmarks.accuracy.rows import Comparison, Rows
 from benchmarks.accuracy.tables import markdown
+from benchmarks.report import RESULTS
 
 MEASURED = ("model", "dtype", "prompts", "seed", "dense_layers")
 FACTS = ("device", "torch", "sglang", "commit")
@@ -43,13 +43,13 @@ def write(directory: Path, name: str) -> list[Comparison]:
     Returns:
         Harness faults: methods that are better than dense attention by more than noise.
     """
+    from benchmarks.accuracy.plots import draw  # here: what measures needs no matplotlib until it ends
+
     paths = [path for half in ("offline", "server") if (path := directory / f"{name}-{half}.json").exists()]
     rows = Rows.read(*paths)
-    drawn = pictures(rows)
-    for ending, picture in drawn.items():
-        (directory / f"{name}-{ending}.svg").write_text(picture)
+    drawn = draw(rows, directory, name)
     setup, failed = ([line for path in paths for line in of(path)] for of in (setup_of, failures_of))
-    (directory / f"{name}.md").write_text(markdown(rows, setup, failed, [f"{name}-{ending}.svg" for ending in drawn]))
+    (directory / f"{name}.md").write_text(markdown(rows, setup, failed, drawn))
     return rows.faults
 
 
@@ -68,7 +68,7 @@ def told(fault: Comparison) -> str:
 def main() -> int:
     """Exit status: 1 if there are harness faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results", help="directory of the results, and of what is written")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results, and of what is written")
     parser.add_argument("--name", default="accuracy")
     options = parser.parse_args()
     found = write(options.out, options.name)

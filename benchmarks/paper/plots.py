@@ -1,37 +1,16 @@
-"""Pictures of numbers, as PNG: FreeKV in the one strong colour, all else in greys, scales linear unless told otherwise."""
+"""Pictures of numbers: bars, bars of parts, and curves. Scales are linear unless told otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-OURS, OTHERS = "#d9480f", "#9aa0a6"
+from benchmarks.pictures import DASHES, INK, MARKERS, OTHERS, OURS, name_rows, picture
+
 SHADES = {True: ("#d9480f", "#f08c5a", "#f7c4a8"), False: ("#80868b", "#b0b5ba", "#d8dbde")}  # of parts, by whether a bar is ours
-DASHES, MARKERS = ("-", "--", ":"), "os^"
 CLIP = 2.6  # of our bar: what is longer is cut, and told by its figure
-INK = "#333333"
-
-
-@contextmanager
-def _picture(path: Path, title: str, size: tuple[float, float], panels: int = 1):
-    figure, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained", sharey=True, squeeze=False)
-    figure.suptitle(title, fontsize=11)
-    for panel in axes[0]:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_axisbelow(True)
-    try:
-        yield axes[0]
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-    finally:
-        pyplot.close(figure)
 
 
 def bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]], ours: str, log: bool = False) -> None:
@@ -42,7 +21,7 @@ def bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, fl
         log: a logarithmic scale, and no bar is cut.
     """
     labels = list(dict.fromkeys(label for values in groups.values() for label in values))
-    with _picture(path, title, (2.5 + 2.4 * len(groups), 0.9 + 0.3 * len(labels)), len(groups)) as panels:
+    with picture(path, title, (2.5 + 2.4 * len(groups), 0.9 + 0.3 * len(labels)), across=len(groups), sharey=True) as (panels,):
         for panel, (group, values) in zip(panels, groups.items()):
             most = None if log or ours not in values else CLIP * values[ours]
             for label, value in values.items():
@@ -58,7 +37,7 @@ def bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, fl
             panel.set_title(group, fontsize=10)
             panel.set_xlabel(unit, fontsize=9)
             panel.tick_params(axis="x", labelsize=8)
-        _name(panels[0], labels)
+        name_rows(panels[0], labels)
 
 
 def stacks(
@@ -66,7 +45,7 @@ def stacks(
 ) -> None:
     """A bar for each row, its parts end to end; the last part is beside the others in time, so an outline. ``marks`` cross a bar."""
     most = CLIP * sum(rows[ours][:-1]) if ours in rows else max(map(sum, rows.values()))
-    with _picture(path, title, (9, 1.1 + 0.33 * len(rows))) as (panel,):
+    with picture(path, title, (9, 1.1 + 0.33 * len(rows))) as ((panel,),):
         for where, (label, values) in enumerate(rows.items()):
             shades, left = SHADES[label == ours], 0.0
             for number, value in enumerate(values):
@@ -80,7 +59,7 @@ def stacks(
                 panel.plot([marks[label]] * 2, [where - 0.42, where + 0.42], color="black", linewidth=1.6)
         panel.set_xlim(0, 1.12 * most)
         panel.set_xlabel(unit, fontsize=9)
-        _name(panel, list(rows))
+        name_rows(panel, list(rows))
         grey = SHADES[False]
         keys = [Patch(color=shade, label=part) for shade, part in zip(grey, parts)]
         keys += [Patch(facecolor="none", edgecolor=grey[0], hatch="////", label=parts[-1]), Patch(color="black", label="least time (line)")]
@@ -104,7 +83,7 @@ def curves(
         diagonal: names the line where both are the same.
     """
     kinds = list(dict.fromkeys(what for _, what in lines))
-    with _picture(path, title, (8, 4.2)) as (panel,):
+    with picture(path, title, (8, 4.2)) as ((panel,),):
         for (system, what), points in lines.items():
             style = kinds.index(what) % len(DASHES)
             strong = {"color": OURS, "linewidth": 2.4, "zorder": 3} if system == ours else {"color": OTHERS, "linewidth": 1.8}
@@ -121,11 +100,6 @@ def curves(
         panel.grid(axis="y", alpha=0.25)
         panel.set(xlabel=across, ylabel=unit)
         panel.legend(fontsize=8, frameon=False)
-
-
-def _name(panel, labels: Sequence[str]) -> None:
-    panel.set_yticks(range(len(labels)), labels, fontsize=9)
-    panel.set_ylim(len(labels) - 0.4, -0.6)
 
 
 def _tell(panel, x: float, y: float, value: float, cut: bool, strong: bool) -> None:

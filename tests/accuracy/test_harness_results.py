@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.accuracy import fitting, grid, page, run, summarise
+from benchmarks.accuracy import fitting, grid, page, plots, run, summarise
 from benchmarks.accuracy.intervals import bootstrap
 from benchmarks.accuracy.method import Budget
 from benchmarks.accuracy.methods.full import Full
@@ -209,10 +209,18 @@ def test_tables_and_pictures_come_of_the_json_alone(tmp_path, monkeypatch):
     drawn = {path.stem.removeprefix("accuracy-"): ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
     assert set(drawn) == {"corrected", "budget-1024", "tau-1024", "similarity-1024"}
     assert all(f"](accuracy-{name}.svg)" in text for name in drawn)
-    lines_of = {name: len(root.findall("{*}polyline")) for name, root in drawn.items()}
-    assert lines_of == {"corrected": 4, "budget-1024": 6, "tau-1024": 6, "similarity-1024": 0}
-    cells = [title.text for title in drawn["similarity-1024"].iter("{http://www.w3.org/2000/svg}title")]
-    assert len(cells) == 2 * 3 * (2 + 2) and "layer 2, 1: 0.800" in cells
+    words = {name: [each.text for each in root.findall(".//{*}text")] for name, root in drawn.items()}
+    systems = {f"{method}{half}" for method in ("full", "freekv", "freekv-tau-0.80") for half in ("", " (server)")}
+    assert systems | {"budget 256", "budget 512"} <= set(words["budget-1024"])
+    assert {f"budget {budget}{half}" for budget in (256, 512) for half in ("", " (server)")} <= set(words["tau-1024"])
+    assert words["corrected"].count("0.20") == words["corrected"].count("0.30") == 4
+    assert {"code-word", "long-copy", "layer", "kv head", "decode steps"} <= set(words["similarity-1024"])
+    first, second = plots.similarities(Rows.read(tmp_path / "accuracy-offline.json"), 1024)
+    assert (first.name, second.name) == ("code-word", "long-copy") and first.by_head.tolist() == [[0.9, 0.7]] * 3
+    np.testing.assert_array_equal(first.by_step, [[0.9, 0.8, np.nan]] * 3)
+    again = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
+    summarised(tmp_path, monkeypatch)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")} == again
 
 
 def test_a_method_that_is_too_good_fails_the_summary(tmp_path, monkeypatch, capsys):
