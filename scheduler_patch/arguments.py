@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import MISSING, replace
+from dataclasses import MISSING
 from dataclasses import fields as dataclass_fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -181,7 +181,7 @@ def _make(options: Options, asked: dict[str, Any], make: Callable[[dict[str, Any
 
 def _take_options(kwargs: dict) -> Options:
     """FreeKV's options, from the command line and from ``kwargs``. They are removed from ``kwargs``."""
-    return replace(_command_line.get(), **{name: kwargs.pop(name) for name in NAMES if name in kwargs})
+    return _command_line.get().but(**{name: kwargs.pop(name) for name in NAMES if name in kwargs})
 
 
 def _is_off(options: Options, asked: dict[str, Any]) -> bool:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_freekv.config import (
@@ -130,27 +130,20 @@ FLAGS = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """The user's options, as given; None for an option that was not given."""
+class Options(SimpleNamespace):
+    """The user's options, as given, by the names of ``FLAGS``; None for an option that was not given."""
 
-    kv_retrieval: str | None = None
-    freekv_budget: int | None = None
-    freekv_sink: int | None = None
-    freekv_window: int | None = None
-    freekv_tau: float | None = None
-    freekv_digest: str | None = None
-    freekv_pooling: str | None = None
-    freekv_device_cache: int | None = None
-    freekv_dense_layers: Any = None
-    freekv_host_memory: float | None = None
-    freekv_recall: str | None = None
-    freekv_host_layout: str | None = None
-    freekv_canary: str | None = None
-    freekv_recall_timing: int | None = None
+    def __init__(self, **given: Any) -> None:
+        if unknown := given.keys() - FLAGS.keys():
+            raise TypeError(f"Options: expected names of FLAGS, found {min(unknown)}")
+        super().__init__(**dict.fromkeys(FLAGS) | given)
+
+    def but(self, **given: Any) -> Options:
+        """The same, with ``given`` in the place of what was given for them."""
+        return Options(**vars(self) | given)
 
 
-NAMES = tuple(field.name for field in fields(Options))
+NAMES = tuple(FLAGS)
 SIZES = ("freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_digest")
 ADVISED_PAGE_SIZES = range(2, 1025)
 
@@ -167,7 +160,7 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
 
 def _refuse_page_size(options: Options, page_size: int) -> None:
     """Raise a Refusal if the other sizes exclude ``page_size`` but allow another one; it advises the nearest of these."""
-    sizes = Options(options.kv_retrieval, **{name: getattr(options, name) for name in SIZES})
+    sizes = Options(**{name: getattr(options, name) for name in ("kv_retrieval", *SIZES)})
     reason = _reason_against(sizes, page_size)
     if reason is None or page_size < 1 or page_size == DEFAULT_PAGE_SIZE:
         return

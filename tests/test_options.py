@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from argparse import ArgumentParser
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -117,7 +116,7 @@ def test_who_does_what_a_refusal_says_is_served(method, values, page_size):
         if flag == "--page-size":
             page_size = value
         else:
-            options = replace(options, **{flag[2:].replace("-", "_"): value})
+            options = options.but(**{flag[2:].replace("-", "_"): value})
     pytest.fail(f"still refused: {message}")
 
 
