@@ -8,6 +8,7 @@ from itertools import combinations, cycle, product
 
 import pytest
 import torch
+from edges import without_waiting_for_the_last_step
 from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
 
 from sglang_freekv.config import FreeKVConfig
@@ -247,10 +248,6 @@ def test_broken_invariants_are_found(damage):
         store.check_integrity(engine.requests[0].pages[:25], engine.retrieval.policy)
 
 
-def _without_waiting_for_transfers(retrieval: Retrieval) -> None:
-    retrieval.complete_transfers = lambda layer: None
-
-
 def _without_waiting_for_staging(retrieval: Retrieval) -> None:
     staging, stream = retrieval.store.staging, retrieval.store.staging._stream
 
@@ -261,7 +258,7 @@ def _without_waiting_for_staging(retrieval: Retrieval) -> None:
     staging._stream = stream_unordered
 
 
-@pytest.mark.parametrize("remove_edge", [_without_waiting_for_transfers, _without_waiting_for_staging])
+@pytest.mark.parametrize("remove_edge", [without_waiting_for_the_last_step, _without_waiting_for_staging])
 def test_a_removed_edge_is_caught(remove_edge):
     """The negative control of the deferred stream: without one of the waits the outputs must differ."""
     config = CONFIGS["tight"]
