@@ -52,7 +52,7 @@ def defaults() -> dict[str, Any]:
     """Names and defaults of SGLang's options, in the order of ServerArgs' positional arguments; None for one without a default."""
     fields, missing = (struct_fields(ServerArgs), NODEFAULT) if APART else (dataclass_fields(ServerArgs), MISSING)
     return {
-        field.name: field.default_factory() if field.default_factory is not missing
+        field.name: field.default_factory() if field.default_factory is not missing  # type: ignore[operator]
         else None if field.default is missing else field.default
         for field in fields
     }  # fmt: skip
