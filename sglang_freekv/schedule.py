@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sglang_freekv.memory_pool.transfer import Handle, Streams
 
@@ -45,18 +45,14 @@ EDGES = tuple((before, line.work) for line in SCHEDULE for before in line.behind
 CHAINED = {line.work: line for line in SCHEDULE if line.stream != MAIN and STREAMS.get(line.behind[0], MAIN) not in (MAIN, line.stream)}
 
 
-class Works(Protocol):
-    """A ``DecodeStep``: a method for each work of ``SCHEDULE``."""
-
-
-def run(step: Works, streams: Streams, in_flight: list[Handle], without: Collection[str] = ()) -> None:
+def run(step: object, streams: Streams, in_flight: list[Handle], without: Collection[str] = ()) -> None:
     """Queue the works of one step of one layer. MAIN has waited for the last step.
 
     MAIN waits for the handle of each work that a line of its own comes behind. A work that MAIN submits comes behind all that MAIN was
     given. A chained work comes behind one of another side stream, and is submitted by it.
 
     Args:
-        step: does the works.
+        step: a ``DecodeStep``, which has a method for each work.
         streams: the side streams.
         in_flight: takes the handles of ``IN_FLIGHT``.
         without: works that are left out.
@@ -74,7 +70,7 @@ def run(step: Works, streams: Streams, in_flight: list[Handle], without: Collect
         getattr(step, line.work)()
 
 
-def _submit(line: Work, step: Works, streams: Streams, in_flight: list[Handle]) -> Handle:
+def _submit(line: Work, step: object, streams: Streams, in_flight: list[Handle]) -> Handle:
     def work() -> None:
         getattr(step, line.work)()
         for chained in CHAINED.values():

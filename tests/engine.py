@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig

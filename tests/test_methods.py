@@ -8,15 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from engine import CONFIGS, HEADS, LAYERS, Engine, attend
-from test_retrieval import DeferredStream
 
+from engine import CONFIGS, HEADS, LAYERS, Engine, attend
 from sglang_freekv import methods
 from sglang_freekv.config import DIGESTS, POOLINGS, FreeKVConfig
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.methods import METHODS, Method
 from sglang_freekv.policy import POLICIES, policy_of
+from test_retrieval import DeferredStream
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE, PAPERS = "recency", ("https://arxiv.org/abs/", "https://openreview.net/forum?id=")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from edges import CONTROLS
 from engine import CONFIGS, LAYERS, Engine
-
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.schedule import EDGES, IN_FLIGHT, LAST_STEP, MAIN, SCHEDULE

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+
 from edges import (
     CONTROLS,
     merging_before_the_correction,
@@ -19,7 +20,6 @@ from edges import (
     recalling_before_the_plan_ahead,
 )
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
-
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
@@ -126,12 +126,12 @@ class CapturedEngine(Engine):
         return [output[:-1].clone() for output in self.outputs]
 
 
-@pytest.mark.parametrize("name", ["tight", "slack", "least-window", "always-corrected", "two-bit", "canary", "quest", "arkvale-slack"])
+@pytest.mark.parametrize(
+    "name", ["tight", "slack", "least-window", "always-corrected", "two-bit", "canary", "louiskv", "quest", "arkvale-slack"]
+)
 @pytest.mark.parametrize("prompts", [PROMPTS, FEW], ids=["", "one request"])
 def test_a_captured_step_is_the_eager_one(name, prompts):
-    eager, captured = (
-        cls(CONFIGS[name], prompts, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine)
-    )
+    eager, captured = (cls(CONFIGS[name], prompts, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine))
     captured.capture()
     for engine in (eager, captured):
         engine.extend(engine.requests, prompts)
