@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sglang_freekv.launch.server import Server, free_port
 
 from benchmarks.needle import tasks, weights
 from benchmarks.report import ROOT, Report, arguments, chosen, say, table
 from benchmarks.servers import words
+from sglang_freekv.launch.server import Server, free_port
 
 LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3
 NEW_TOKENS, CONCURRENCY = 16, 16

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 import torch
-from sglang_freekv.kernels import Misses
-from sglang_freekv.memory_pool import pinned
-from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 
 from benchmarks.report import Report, arguments, chosen, say, summary, table
 from benchmarks.timing import Ceilings, synchronize, time_calls, time_graph
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB
+from sglang_freekv.kernels import Misses
+from sglang_freekv.memory_pool import pinned
+from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 
 HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
 PROGRAMS = (4, 8, 16, 32)

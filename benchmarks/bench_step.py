@@ -10,6 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
+from benchmarks.paper.decoder import Decoder, Shape
+from benchmarks.profiles import CORRECTED, MISSED
+from benchmarks.replay import Controls, drain, replayed
+from benchmarks.replay_load import Load
+from benchmarks.report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
@@ -24,12 +30,6 @@ from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream, Streams
 from sglang_freekv.retrieval import Retrieval
-
-from benchmarks.paper.decoder import Decoder, Shape
-from benchmarks.profiles import CORRECTED, MISSED
-from benchmarks.replay import Controls, drain, replayed
-from benchmarks.replay_load import Load
-from benchmarks.report import Report, arguments, chosen, say, summary, table
 
 SHAPE = Shape.of("llama-3.1-8b")
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = SHAPE.layers, SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_dim

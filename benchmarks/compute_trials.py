@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Reads, Tables, reference
 
 from benchmarks.kernel_inputs import DTYPE, Inputs, check_plans
 from benchmarks.trial import Trial, per_layer, relative
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
+from sglang_freekv.kernels import Reads, Tables, reference
 
 TAU = 0.9
 TIES = 0.01  # share of the kv heads, and one more, that may choose other pages than the reference: weights that all but tie
@@ -48,7 +48,9 @@ def score_pages(inputs: Inputs) -> Trial:
 def score_two_bit(inputs: Inputs) -> Trial:
     case, where = inputs.case, (inputs.rows, inputs.seq_lens, inputs.page_table, inputs.case.budget, inputs.case.page_size)
     units = inputs.layers[0].digests.shape[:2]
-    digests = [inputs.draw(*units, *TwoBit(case.budget, case.page_size).shape(case.head_dim, DTYPE.itemsize)) for _ in inputs.layers]  # any bits will do
+    digests = [
+        inputs.draw(*units, *TwoBit(case.budget, case.page_size).shape(case.head_dim, DTYPE.itemsize)) for _ in inputs.layers
+    ]  # any bits will do
 
     def run(kernel, layer, digests):
         return kernel(layer.queries, digests, *where, scale=case.head_dim**-0.5)
@@ -87,7 +89,9 @@ def plan_rest(inputs: Inputs, ahead_first: bool = True) -> Trial:
         kernels.plan_rest(*where, inputs.misses_ahead, inputs.counts, ahead_first=ahead_first)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
-    planned = sum(int((layer.corrected & begins if ahead_first else ~layer.corrected | begins).sum()) for layer in inputs.layers) / len(inputs.layers)
+    planned = sum(int((layer.corrected & begins if ahead_first else ~layer.corrected | begins).sum()) for layer in inputs.layers) / len(
+        inputs.layers
+    )
     return Trial(launches, _plan_bytes(inputs, planned), error=same)
 
 

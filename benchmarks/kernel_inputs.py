@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, reference
 
 from benchmarks import profiles
 from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, reference
 
 CACHED_BYTES = 256 << 20  # several times an H200's L2: rotating among sets of so many bytes, none is in it
 MISSED = profiles.MISSED
@@ -172,7 +172,9 @@ def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, ahea
         where = inputs.candidates(logits), corrected, tables
         plans.plan_pages(*where, reads, *misses, counts, ahead_first=ahead_first)
         plans.plan_rest(*where, misses[1], counts, ahead_first=ahead_first)
-        outcome.append((tables.slot_pages[rows].long(), tables.attended[rows].long(), reads, [each.columns() for each in misses], counts[rows]))
+        outcome.append(
+            (tables.slot_pages[rows].long(), tables.attended[rows].long(), reads, [each.columns() for each in misses], counts[rows])
+        )
     (pages, attended, reads, (now, ahead), counts), (expected_pages, expected, expected_reads, _, expected_counts) = outcome
     begins = corrected & (inputs.seq_lens % case.page_size == 0)[:, None]
 

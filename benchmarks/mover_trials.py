@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import reference
 
 from benchmarks import bench_recall
 from benchmarks.kernel_inputs import DTYPE, Inputs, full_pages
 from benchmarks.trial import Trial, per_layer
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
+from sglang_freekv.kernels import reference
 
 STAGED_TOKENS = 32768
 
@@ -78,9 +78,7 @@ def recall_pages(inputs: Inputs) -> Trial:
     pools.check(kernels.recall_pages)
     lists = 32 if inputs.device == "cuda" else 2
     lengths, full = pools.full(lists), pools.full(lists)
-    launches = [
-        lambda i=i: kernels.recall_pages(pools.host, pools.misses(lengths[i]), pools.keys, pools.values) for i in range(lists)
-    ]
+    launches = [lambda i=i: kernels.recall_pages(pools.host, pools.misses(lengths[i]), pools.keys, pools.values) for i in range(lists)]
     return Trial([lambda: lengths.copy_(full), *launches], units * pools.unit_bytes, "to_device", idle=1)
 
 

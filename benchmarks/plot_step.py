@@ -1,6 +1,6 @@
 """A profiled decode step as a picture: two layers of ``bench_step.py --profile``, streams as lanes.
 
-    python -m benchmarks.plot_step benchmarks/results/step-32k-b8.json
+python -m benchmarks.plot_step benchmarks/results/step-32k-b8.json
 """
 
 from __future__ import annotations

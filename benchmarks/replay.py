@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sglang_freekv.kernels import CORRECTED, Misses
 
 from benchmarks.replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_of
 from sglang_freekv import retrieval
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Boxes, Digests, digests_of
+from sglang_freekv.kernels import CORRECTED, Misses
 from sglang_freekv.methods import METHODS
 from sglang_freekv.policy import POLICIES, Policy
 
@@ -115,9 +115,7 @@ class Replay(Policy):
         if queries.is_cuda:
             from benchmarks.replay_kernels import needs_correction
 
-            return needs_correction(
-                queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer
-            )
+            return needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer)
         corrected = super().corrected(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
         drawn = drawn_flags(rows, steps, controls.thetas, layer)
         corrected = torch.where(controls.knobs[0] != 0, drawn, corrected) & (rows > 0)[:, None]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from benchmarks import replay_load
 from sglang_freekv.kernels import CORRECTED
 from sglang_freekv.kernels.follow import can_follow, let_next_in
 from sglang_freekv.kernels.score import PROGRAMS
-
-from benchmarks import replay_load
 
 _GOLDEN, _PACES = tl.constexpr(replay_load.GOLDEN), tl.constexpr(replay_load.PACES)
 _SECOND, _THIRD = tl.constexpr(replay_load.WAVES[1]), tl.constexpr(replay_load.WAVES[2])

@@ -1,6 +1,6 @@
 """What the load replay draws: which kv heads are corrected, and how the scores of pages move; PyTorch twins of ``replay_kernels.py``.
 
-    python -m benchmarks.replay_load        # calibrates, and prints the table SPEEDS
+python -m benchmarks.replay_load        # calibrates, and prints the table SPEEDS
 """
 
 from __future__ import annotations

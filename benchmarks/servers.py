@@ -15,15 +15,15 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from sglang_freekv.launch.server import Server, ServerFailed, free_port
-from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 from benchmarks.replay import write_whole
 from benchmarks.replay_load import Load
 from benchmarks.report import ROOT, say, seconds_since_start
 from benchmarks.setups import Setup, words
 from sglang_freekv.config import GIB
+from sglang_freekv.launch.server import Server, ServerFailed, free_port
+from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 APPLY_DEADLINE_S = 30
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from sglang_freekv.launch.server import Server, ServerFailed, free_port
 
 from benchmarks.needle import tasks, weights
 from benchmarks.report import ROOT, Report, arguments, say, table
 from benchmarks.setups import words
+from sglang_freekv.launch.server import Server, ServerFailed, free_port
 
 TASKS, NEW_TOKENS, FILLER_TOKENS = ("magic-number", "code-word", "multi-value"), 16, 48
 LONG = {"max_new_tokens": 400, "ignore_eos": True}  # for who will not wait for the end

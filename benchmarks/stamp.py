@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def environment() -> dict:
     """What a number depends on besides the benchmark."""
     on_gpu = torch.cuda.is_available()
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _command(),
         **code_of(ROOT, os.environ.get("COMMIT")),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

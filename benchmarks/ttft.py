@@ -32,7 +32,7 @@ def measure(server: BenchServer, context: int, report: Report, deadline_s: float
     server.set_load(None)
     prompts = prompts_of(setup, context, REPEATS[context])
     cold, hit = [], []
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
         stream = server.stream(prompt, 2, deadline_s)
         _expect_cached(stream.meta, 0, setup.page_size)
         cold.append(stream.ttft)

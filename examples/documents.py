@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long documents, questions about them with known answers, and the lines that the other examples print about an answer."""
 
-
 import numpy as np
 
 from benchmarks.needle.tasks import Document, Fact, make_document

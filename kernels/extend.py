@@ -26,9 +26,7 @@ class FlashInferExtend:
         workspace_bytes: device memory in which FlashInfer keeps partial results.
     """
 
-    def __init__(
-        self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, workspace_bytes: int
-    ) -> None:
+    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str, workspace_bytes: int) -> None:
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
         self.shape, self.dtype = (query_heads, kv_heads, head_dim), dtype

@@ -10,14 +10,14 @@ A recall ahead is not: if it starts a microsecond sooner, it takes processors fr
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 
-@lru_cache(maxsize=None)
+@cache
 def can_follow(device: torch.device) -> bool:
     """Whether the device is a Hopper GPU. Older GPUs have no such launches; on newer ones they have not been tried."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9

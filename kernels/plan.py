@@ -188,7 +188,9 @@ def _plan_head(
         else:
             _list_misses(now, num_recalled, b_order, b_host_page, head, first_slot + o_c, m_recalled)
         tl.atomic_add(p_counts + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
-    _publish(p_list, p_reads, b_rank, m_kept | m_victim, tl.where(m_kept, b_page, b_incoming), num_pages, num_kept, first_slot, corrected, SIZES)
+    _publish(
+        p_list, p_reads, b_rank, m_kept | m_victim, tl.where(m_kept, b_page, b_incoming), num_pages, num_kept, first_slot, corrected, SIZES
+    )
     if corrected != more:
         tl.atomic_add(p_counts + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 

@@ -204,9 +204,7 @@ def _score_two_bit(
 
 
 @triton.jit
-def _page_logits(
-    b_q, p_upper, p_word, m_p, scale, D: tl.constexpr, S: tl.constexpr, WORD: tl.constexpr, UNROLLED: tl.constexpr
-):
+def _page_logits(b_q, p_upper, p_word, m_p, scale, D: tl.constexpr, S: tl.constexpr, WORD: tl.constexpr, UNROLLED: tl.constexpr):
     """``[BLOCK_P, BLOCK_G]`` logarithms of a page's sum of exponentials over its tokens, from the digests of a tile of pages."""
     HALF: tl.constexpr = D // 2
     BLOCK_P: tl.constexpr = m_p.shape[0]

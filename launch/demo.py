@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from sglang_freekv.launch.server import Server, ServerFailed, ensure_free, free_port
 
 ROOT = Path(__file__).resolve().parents[1]

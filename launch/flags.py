@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/flags.md from the table of flags that the server parses:
 
-    python -m sglang_freekv.launch.flags > docs/flags.md
+python -m sglang_freekv.launch.flags > docs/flags.md
 """
 
 from __future__ import annotations

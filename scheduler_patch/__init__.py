@@ -23,6 +23,7 @@ PROCESS_MESSAGES = ("self request is_multimodal", "self request is_multimodal ou
 
 BEFORE, AFTER, AROUND, REPLACE = HookType.BEFORE, HookType.AFTER, HookType.AROUND, HookType.REPLACE
 
+# fmt: off
 OPTIONS = (
     Patch(
         "sglang.srt.server_args.ServerArgs.add_cli_args", "parser", AFTER, "arguments:add_cli_args",
@@ -407,6 +408,7 @@ SCHEDULER_ON_CPU = (
         until="0.5.22",
     ),
 )
+# fmt: on
 
 TABLES = (FRONT, LAUNCHER, LAUNCHER_ON_CPU, SCHEDULER, SCHEDULER_ON_CPU)
 

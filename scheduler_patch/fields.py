@@ -178,7 +178,9 @@ def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) ->
     _check_type("session_params", obj.session_params, SESSION)
     session = obj.session_params or {}
     if session.get("replace") and session.get("rid") is None:
-        raise ValueError("session_params: replace without rid ends SGLang 0.5.17; send the rid of the request to replace, or open a session")
+        raise ValueError(
+            "session_params: replace without rid ends SGLang 0.5.17; send the rid of the request to replace, or open a session"
+        )
     for name in ("return_logprob", "top_logprobs_num", "logprob_start_len", "token_ids_logprob"):
         _check_type(name, getattr(obj, name), TOKENIZED[name])
     most, start = obj.top_logprobs_num or 0, obj.logprob_start_len or 0

@@ -96,17 +96,20 @@ FLAGS = (
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
     Flag(
-        "enable_paged_experts", (False,),
+        "enable_paged_experts",
+        (False,),
         f"it takes host memory that FreeKV does not count, and loads experts over the link that recall uses; leave it out, {OFF}",
     ),
     Flag(
-        "startup_weight_load_mode", ("serial",),
+        "startup_weight_load_mode",
+        ("serial",),
         "with it graphs are captured before the weights are there, which has not been tested with KV retrieval; leave it out",
     ),
     Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),
     Flag("enable_streaming_session", (False,), "it keeps the row of a finished request, which FreeKV hands on; leave it out"),
     Flag(
-        "language_model_only", (False,),
+        "language_model_only",
+        (False,),
         f"the text part of a model that reads images has not been tested with KV retrieval; use a text-only checkpoint, {OFF}",
     ),
     Flag("is_embedding", (False,), NO_DECODE),

@@ -3,7 +3,5 @@
 
 from __future__ import annotations
 
-TESTED_ARCHITECTURES = frozenset(
-    {"GraniteForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
-)
+TESTED_ARCHITECTURES = frozenset({"GraniteForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 """Names from ``architectures`` in config.json. tests/e2e/test_families.py compares the tokens of these models with the oracle's."""

@@ -108,9 +108,7 @@ class FreeKVConfig:
                 "use for example --freekv-dense-layers 0"
             )
         if self.host_memory_gib is not None and not self.host_memory_gib > 0:
-            raise Refusal(
-                f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share"
-            )
+            raise Refusal(f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share")
 
     def _take_defaults_of_method(self) -> None:
         default = METHODS[self.method]

@@ -36,9 +36,7 @@ class LayerTable:
     def with_dense(self, numbers: Collection[int]) -> LayerTable:
         """The same, with the retrieval layers among ``numbers`` dense."""
         return LayerTable(
-            tuple(
-                LayerKind.DENSE if kind is LayerKind.RETRIEVAL and number in numbers else kind for number, kind in enumerate(self.kinds)
-            )
+            tuple(LayerKind.DENSE if kind is LayerKind.RETRIEVAL and number in numbers else kind for number, kind in enumerate(self.kinds))
         )
 
     def numbers(self, kind: LayerKind) -> list[int]:

@@ -32,6 +32,7 @@ class Difference(NamedTuple):
     change: str
 
 
+# fmt: off
 DIFFERENCES = {
     "request KV": Difference(
         "0.5.19", "sglang.srt.managers.schedule_batch.ReqKvInfo.holds_kv", NEW,
@@ -58,6 +59,7 @@ DIFFERENCES = {
         "req.extend_end takes the place of req.extend_range.end",
     ),
 }
+# fmt: on
 
 INSTALLED = Version(version("sglang"))
 

@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
+
 from sglang_freekv.config import GIB
 from sglang_freekv.launch import doctor
 from sglang_freekv.launch import machine as machine_module

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+from benchmarks.needle import weights
 from sglang_freekv.launch.server import Server, free_port
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
-
-from benchmarks.needle import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDLE_MODEL = weights.ready()

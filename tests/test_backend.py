@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+
 from sglang_freekv.backend import _attention_layers, _check_layers
 from sglang_freekv.config import Refusal
 from sglang_freekv.layers import LayerTable

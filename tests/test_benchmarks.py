@@ -13,18 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from engine import Engine
-from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
-from sglang_freekv.memory_pool.transfer import InlineStream
 
 from benchmarks import replay, replay_kernels, replay_load, report
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report
 from benchmarks.stamp import code_of
+from engine import Engine
 from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
 from sglang_freekv.digests import Boxes
+from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
+from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine import CONFIGS, HEADS, LAYERS, Engine
-from test_retrieval import DeferredStream
 
+from engine import CONFIGS, HEADS, LAYERS, Engine
 from sglang_freekv.memory_pool.canary import MOST_FAULTS, Fault, FaultReader
 from sglang_freekv.memory_pool.transfer import InlineStream
+from test_retrieval import DeferredStream
 
 FULL = CONFIGS["canary"]
 PROMPT, STEPS = 120, 12

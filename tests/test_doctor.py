@@ -9,8 +9,9 @@ import shlex
 
 import pytest
 import torch
-from made_up import CONFIG, LLAMA, FakeGpu, NoGpu, model_file
 from sglang.srt.server_args import ServerArgs
+
+from made_up import CONFIG, LLAMA, FakeGpu, NoGpu, model_file
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.launch import doctor
 from sglang_freekv.launch.cards import CARDS, card_of
@@ -160,7 +161,9 @@ def test_capacity_by_hand(make_machine, ask):
     )
     left = int(80 * GIB * 0.85) - 2 * 8_030_261_248
     request, staging = 131072 * 4096 + 4096 * 31 * 4096, 2 * 131072 * 4096
-    row = Sizing(FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072).row_bytes
+    row = Sizing(
+        FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072
+    ).row_bytes
     roomy = ask(None, "--model-path", LLAMA, "--context-length", 131072, "--gpu", 80, "--host-memory", "4TiB")
     assert roomy.report["requests"] == (left - staging - row) // (request + row) == 42
 

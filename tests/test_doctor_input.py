@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from made_up import CONFIG, LLAMA, FakeGpu, model_file
 from sglang_freekv.launch import doctor, server_flags
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 import pytest
+
 from made_up import LLAMA, FakeGpu, NoGpu
 from sglang_freekv.config import GIB
 from sglang_freekv.launch import machine as machine_module

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from sglang.srt.server_args import ServerArgs
+
 from sglang_freekv import __version__
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import GIB, FreeKVConfig, typed

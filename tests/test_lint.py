@@ -55,3 +55,11 @@ def test_a_swapped_argument_is_found(types, tmp_path):
     expected = ['Argument 2 has incompatible type "Tables"', 'Argument 3 has incompatible type "Tensor"', 'Missing named argument "ahead_first"',
                 '"Candidates" has no attribute "page_tables"']  # fmt: skip
     assert len(found) == len(expected) + 1 and all(fault in line for fault, line in zip(expected, found)), "\n".join(found)
+
+
+def test_style():
+    assert not (found := found_by("ruff", "check", "--no-cache", ".")), found
+
+
+def test_format():
+    assert not (found := found_by("ruff", "format", "--no-cache", "--check", ".")), f"{found}\nruff format . mends this"

@@ -99,20 +99,14 @@ def test_chat_template_gives_the_prompt(transformers):
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     document = tasks.make_document(random(0), 1024)
     prompt = document.ask(document.facts[1], history=[document.facts[0]])
-    rendered = tokenizer.apply_chat_template(
-        list(prompt.messages), add_generation_prompt=True, return_dict=False
-    )
+    rendered = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False)
     assert rendered == list(prompt.token_ids)
 
 
 def test_model_answers(transformers):
     torch = pytest.importorskip("torch")
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    prompts = [
-        tasks.make_prompt(random(seed), task, 1024)
-        for task in ("magic-number", "code-word")
-        for seed in range(6)
-    ]
+    prompts = [tasks.make_prompt(random(seed), task, 1024) for task in ("magic-number", "code-word") for seed in range(6)]
     token_ids = torch.tensor([prompt.token_ids for prompt in prompts])
     with torch.inference_mode():
         outputs = model.generate(
@@ -138,7 +132,10 @@ def test_packed_weights_are_unpacked_and_held_to_their_digests(tmp_path):
     weights.ready(tmp_path)
     assert file.read_bytes() == b"weights" and len(list(tmp_path.iterdir())) == 3
     file.unlink()
-    for content, found in ((lzma.compress(b"other weights"), "expected content of SHA256SUMS's"), (b"damaged", "expected a file packed by xz")):
+    for content, found in (
+        (lzma.compress(b"other weights"), "expected content of SHA256SUMS's"),
+        (b"damaged", "expected a file packed by xz"),
+    ):
         packed.write_bytes(content)
         with pytest.raises(ValueError, match=found):
             weights.ready(tmp_path)
@@ -152,7 +149,11 @@ def test_the_second_model_comes_back_from_the_history(tmp_path):
     if git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("no whole history to look in")
     [command] = re.findall(r"git restore --source .*", (corpus.HERE / "README.md").read_text())
-    elsewhere = {"GIT_DIR": git("rev-parse", "--absolute-git-dir"), "GIT_WORK_TREE": str(tmp_path), "GIT_INDEX_FILE": str(tmp_path / "index")}
+    elsewhere = {
+        "GIT_DIR": git("rev-parse", "--absolute-git-dir"),
+        "GIT_WORK_TREE": str(tmp_path),
+        "GIT_INDEX_FILE": str(tmp_path / "index"),
+    }
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env=os.environ | elsewhere, check=True, timeout=60)
     found = tmp_path / "benchmarks" / "needle" / "model-gqa-4"
     assert {path.name: path.stat().st_size for path in found.glob("*.safetensors")} == SECOND

@@ -58,7 +58,7 @@ def refused(make) -> str | None:
     assert (config.sink_tokens, config.window_tokens) == (pages.sink * size, pages.window * size)
     assert config.cache_tokens == config.cache_pages * size >= config.budget_tokens
     assert (config.tau is None) == (METHODS[config.method].tau is None) and config.tau == config.tau
-    assert (config.host_memory_gib is None or config.host_memory_gib > 0)
+    assert config.host_memory_gib is None or config.host_memory_gib > 0
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
     assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
@@ -157,7 +157,10 @@ def test_more_slots_than_the_plan_counts_are_refused(option):
     most = MOST_SLOTS * DEFAULT_PAGE_SIZE
     assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most}), DEFAULT_PAGE_SIZE)) is None
     message = refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most + DEFAULT_PAGE_SIZE}), DEFAULT_PAGE_SIZE))
-    assert message.startswith(f"{typed(option)} {most + DEFAULT_PAGE_SIZE}: expected at most 32767 pages") and f"use {typed(option)} {most}" in message
+    assert (
+        message.startswith(f"{typed(option)} {most + DEFAULT_PAGE_SIZE}: expected at most 32767 pages")
+        and f"use {typed(option)} {most}" in message
+    )
 
 
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_tau", "freekv_recall", "freekv_dense_layers"])

@@ -4,14 +4,14 @@ import functools
 import math
 import random
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import oracle
 from benchmarks.needle import weights
+from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit
 
 ALWAYS, SOMETIMES, NEVER = 1.5, 0.6, -1.5  # tau
 FLAGS_SEEN = {ALWAYS: {True}, SOMETIMES: {True, False}, NEVER: {False}}

@@ -74,7 +74,8 @@ def test_a_step_of_every_method(name, pools):
         ("razor", 0, 0.15 * 512 + 0.85 * 32),
         ("infinigen", 64 / 2, 64 + 64 / 2 + 512 * 8 / 32 / 2),  # all that it attends to; the first of two layers selects nothing
         ("infinigen-copies", 64 / 2, 64 + 64 / 2 + 512 * 8 / 32 / 2),
-        ("shadowkv", 16 / 2, 64 + 8 + 512 / 8 / 2 + 16 / 2 + 160 * (16 + 16) / 32),  # values of 2 chunks; landmarks, keys, and what makes them
+        # values of 2 chunks; landmarks, keys, and what makes them
+        ("shadowkv", 16 / 2, 64 + 8 + 512 / 8 / 2 + 16 / 2 + 160 * (16 + 16) / 32),
     ],
 )
 def test_traffic_by_hand(name, link, device, pools):
@@ -177,6 +178,7 @@ def test_the_tokens_chosen_come_and_no_others(name, copies, pools):
                 assert torch.equal(tokens[request + 1, :64, head], expected)
         assert not tokens[1:, 64:].any() and not tokens[0].any()
 
+
 @pytest.mark.parametrize("rank, dim", [(160, 32), (40, 16)])
 def test_keys_are_rebuilt_by_one_kernel_as_by_pytorch(rank, dim):
     batch, heads, tokens, chunk, selected = 2, 3, 96, 8, 5
@@ -198,9 +200,7 @@ def test_full_attention_is_to_all_tokens(context):
     full = Full(work)
     q, k, v = (torch.randn(2, heads, 64, dtype=dtype, device=DEVICE) for heads in (TINY.query_heads, TINY.kv_heads, TINY.kv_heads))
     found = full.attend(1, q, k, v)
-    keys, values = (
-        each.view(2, -1, TINY.kv_heads, 64)[:, :context].float().repeat_interleave(TINY.group, 2) for each in full.layers[1]
-    )
+    keys, values = (each.view(2, -1, TINY.kv_heads, 64)[:, :context].float().repeat_interleave(TINY.group, 2) for each in full.layers[1])
     assert torch.equal(keys[:, -1, :: TINY.group].to(dtype), k) and torch.equal(values[:, -1, :: TINY.group].to(dtype), v)
     weights = torch.einsum("bhd,bthd->bht", q.float(), keys).mul(64**-0.5).softmax(-1)
     torch.testing.assert_close(found.float(), torch.einsum("bht,bthd->bhd", weights, values), rtol=2e-2, atol=2e-2)

@@ -36,7 +36,7 @@ give_up = time.monotonic() + 60
 while not other.with_suffix(".begun").exists():
     assert time.monotonic() < give_up, "one GPU waited for the other"
     time.sleep(0.02)
-""" + NOTE
+""" + NOTE  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
+
 from sglang_freekv.config import DIGESTS, POOLINGS, FreeKVConfig, Refusal
 from sglang_freekv.digests import TwoBit
 from sglang_freekv.kernels import CORRECTED, Box, Pooling

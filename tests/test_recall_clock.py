@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine import CONFIGS, LAYERS, Engine
-from test_retrieval import DeferredStream
 
+from engine import CONFIGS, LAYERS, Engine
 from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, CORRECTION, END
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.memory_pool.transfer import InlineStream
+from test_retrieval import DeferredStream
 
 STEPS, PROMPTS = 12, [64, 99, 150]
 

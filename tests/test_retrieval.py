@@ -8,9 +8,9 @@ from itertools import combinations, cycle, product
 
 import pytest
 import torch
+
 from edges import without_waiting_for_the_last_step
 from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
-
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.decode_step import plans_ahead_first
 from sglang_freekv.kernels import CORRECTED, RECALLED

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 import torch
-from engine import CONFIGS, Request
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_retrieval import DeferredStream
-from traffic import Traffic
 
+from engine import CONFIGS, Request
 from sglang_freekv.batch import ExtendBatch
 from sglang_freekv.memory_pool.transfer import InlineStream
+from test_retrieval import DeferredStream
+from traffic import Traffic
 
 LEAST_RULES = 150  # of each configuration and stream: 3900 in all
 TRAFFIC = settings(max_examples=6, stateful_step_count=40)

@@ -7,8 +7,9 @@ import struct
 
 import pytest
 import torch
-from made_up import model_file
 from safetensors.torch import save_file
+
+from made_up import model_file
 from sglang_freekv.config import GIB
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 64,

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, SCALE, Engine, Request, attend, choose, expected_step
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, SCALE, Engine, Request, attend, choose, expected_step
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
 

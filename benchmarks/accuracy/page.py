@@ -1,6 +1,6 @@
 """The tables of ``docs/accuracy.md``, from the results alone: what stands between its ``<!-- table: NAME -->`` marks.
 
-    python -m benchmarks.accuracy.page
+python -m benchmarks.accuracy.page
 """
 
 from __future__ import annotations

@@ -18,15 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
-from sglang_freekv.launch.server import Server, free_port
-from sglang_freekv.scheduler_patch.cpu import cpu_environment
-
 from benchmarks.accuracy import summarise
 from benchmarks.accuracy.grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score
 from benchmarks.accuracy.method import Budget
 from benchmarks.report import ROOT, Report, arguments, chosen, say
 from benchmarks.setups import words
+from sglang_freekv.launch.server import Server, free_port
 from sglang_freekv.policy import POLICIES
+from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 NEVER = -2.0  # below every cosine
 TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default

@@ -1,6 +1,6 @@
 """Tables and pictures of NAME-offline.json and NAME-server.json, and whether a method is better than is possible.
 
-    python -m benchmarks.accuracy.summarise --out benchmarks/results --name accuracy
+python -m benchmarks.accuracy.summarise --out benchmarks/results --name accuracy
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ def evaluate(network: Network, corpus: Corpus, length_tokens: int, prompts: int)
     for index, task in enumerate(TASKS):
         rng = np.random.default_rng([7, length_tokens, index])
         questions = make_questions(rng, task, length_tokens, prompts, corpus)
-        right = [
-            count for first in range(0, prompts, batch) for count in right_tokens(network, questions[first : first + batch])
-        ]
+        right = [count for first in range(0, prompts, batch) for count in right_tokens(network, questions[first : first + batch])]
         shares = np.array([count / len(answer) for count, (_, answer) in zip(right, questions)])
         report[task] = {"exact": float(np.mean(shares == 1))}
         if task in LONG_TASKS:

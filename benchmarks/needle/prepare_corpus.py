@@ -86,9 +86,7 @@ def sentences_of(paragraphs: Iterable[str]) -> list[str]:
         " " + sentence
         for paragraph in paragraphs
         for sentence in re.split(r"(?<=[.!?]) ", paragraph)
-        if 20 < len(sentence) < 400
-        and sentence[-1] in ".!?"
-        and not REJECTED_SENTENCE.search(sentence)
+        if 20 < len(sentence) < 400 and sentence[-1] in ".!?" and not REJECTED_SENTENCE.search(sentence)
     ]
 
 
@@ -117,9 +115,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write tokenizer.json and the files Hugging Face reads beside it."""
     from transformers import PreTrainedTokenizerFast
 
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
 
@@ -135,9 +131,7 @@ def save_sentences(tokenizer: Tokenizer, sentences: list[str], directory: Path) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="directory of the tokenizer, trained if missing")
     add("--data", type=Path, required=True, help="where the sentences are written")

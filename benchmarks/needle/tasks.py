@@ -130,9 +130,7 @@ def hide_sentences(
     order = rng.permutation([index for index, fact in enumerate(facts) for _ in fact.sentences]).tolist()
     prose_length = length_tokens - 2 - sum(len(sentence) for fact in facts for sentence in fact.sentences)
     if prose_length < 0:
-        raise ValueError(
-            f"length_tokens is {length_tokens}; these facts need {length_tokens - prose_length}: ask for fewer needles"
-        )
+        raise ValueError(f"length_tokens is {length_tokens}; these facts need {length_tokens - prose_length}: ask for fewer needles")
     prose, ends = corpus.prose(rng, prose_length)
     depths = np.sort(rng.random(len(order))) * prose_length
     places = ends[np.searchsorted(ends, depths)].tolist()

@@ -64,9 +64,7 @@ class Batch(NamedTuple):
     kinds: torch.Tensor
 
 
-def make_conversation(
-    rng: np.random.Generator, length_tokens: int, facts: Iterable[Fact], together: int, corpus: Corpus
-) -> Example:
+def make_conversation(rng: np.random.Generator, length_tokens: int, facts: Iterable[Fact], together: int, corpus: Corpus) -> Example:
     """A document of the facts that fit with their questions, which follow in random order.
 
     ``together`` more questions ask for several magic numbers at once.

@@ -13,7 +13,6 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
-from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 
 from benchmarks.clock import Clock
 from benchmarks.paper.decoder import TINY, Decoder, Shape
@@ -28,6 +27,7 @@ from benchmarks.report import Report, arguments, chosen, say, table
 from benchmarks.timing import Ceilings
 from sglang_freekv import kernels
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from benchmarks.setups import Setup
+from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.model import Model
 from sglang_freekv.memory_pool.sizing import Sizing
-
-from benchmarks.setups import Setup
-from sglang_freekv.config import GIB, FreeKVConfig
 
 DEVICE_POOLS = ("device_cache_bytes", "digest_bytes", "dense_bytes", "staging_bytes", "canary_bytes")  # as server_info names them
 

@@ -1,6 +1,6 @@
 """The page of all figures, tables and pictures, from the results alone.
 
-    python -m benchmarks.paper.figures
+python -m benchmarks.paper.figures
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from sglang_freekv.kernels import Misses
 
 from benchmarks.paper.pools import Pools, Requests
 from sglang_freekv import kernels
 from sglang_freekv.engine import Recall
+from sglang_freekv.kernels import Misses
 
 GROWTH = 256  # tokens that a context may grow by while its steps are timed
 

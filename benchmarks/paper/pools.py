@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+
+from benchmarks.paper.decoder import Shape
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
@@ -14,8 +16,6 @@ from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
-
-from benchmarks.paper.decoder import Shape
 
 
 class Pools:
@@ -29,9 +29,7 @@ class Pools:
         self.shape, self.config, self.device, self.dtype = shape, config, device, dtype
         self.host_pages = host_tokens // config.page_size
         digest = digests_of(config).shape(shape.head_dim, dtype.itemsize)
-        kv = KVShape(
-            LayerTable.uniform(shape.layers), shape.kv_heads, shape.query_heads, shape.head_dim, digest, KVFormat.plain(dtype)
-        )
+        kv = KVShape(LayerTable.uniform(shape.layers), shape.kv_heads, shape.query_heads, shape.head_dim, digest, KVFormat.plain(dtype))
         self.side = torch.cuda.Stream(device) if device == "cuda" else None  # of what is captured
         # for all methods: a library keeps memory for each stream, and of PyTorch's every 32nd is the same one again
         self.streams = Streams.make(device)

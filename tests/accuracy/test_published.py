@@ -281,6 +281,7 @@ def test_an_evaluator_that_leaves_nothing(drive, problems, serve, lm_eval):
 
 def test_a_server_that_is_started_anew(drive, problems, serve, lm_eval):
     lm_eval()
+
     def answer(path: str, body: dict) -> str:
         server.totals = dict.fromkeys(server.totals, 0)
         return "yes"

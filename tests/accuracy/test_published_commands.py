@@ -33,7 +33,7 @@ GOLDEN = {
     ("math500", "aime24", "gpqa_diamond"),
     "-P -m lm_eval --model local-chat-completions --model_args model=M,base_url=U/v1/chat/completions,num_concurrent=16,timeout=7200 "
     "--apply_chat_template --output_path D --tasks boxed_answer --include_path published/tasks --gen_kwargs "
-    "temperature=0.6,top_p=0.95,max_gen_toks=16384 --metadata '{\"records\": \"R\"}' --log_samples",
+    'temperature=0.6,top_p=0.95,max_gen_toks=16384 --metadata \'{"records": "R"}\' --log_samples',
 )
 
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 
+import oracle
 from benchmarks.accuracy.method import Budget, Prompt, Step
 from benchmarks.accuracy.methods import METHODS, clusters, pages
 from benchmarks.accuracy.methods.arkvale import ArkVale

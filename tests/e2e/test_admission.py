@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from serving import TestServer, freekv, wait_until
 
 from benchmarks.needle import tasks
+from serving import TestServer, freekv, wait_until
 
 pytestmark = pytest.mark.two_servers
 

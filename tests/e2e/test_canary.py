@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 import pytest
+
+from benchmarks.needle import tasks
 from room import room_for
 from serving import FaultyServer, freekv, start_all, stop_all, wait_until
 from sglang_freekv.launch.server import ServerFailed
-
-from benchmarks.needle import tasks
 
 pytestmark = pytest.mark.two_servers
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from benchmarks.needle import tasks
 from oracle import Oracle, OracleSettings
 from room import wait_for_room
 from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all
-
-from benchmarks.needle import tasks
 
 pytestmark = pytest.mark.two_servers
 

@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from oracle import Oracle, OracleSettings
 from serving import freekv
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 NEW_TOKENS, VOCABULARY = 16, 512
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)

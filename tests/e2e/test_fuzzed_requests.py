@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
 from room import room_for
 from serving import NEEDLE_CONFIG, TestServer, freekv, start_all
-from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from traffic_beside import Beside
 
 pytestmark = pytest.mark.two_servers

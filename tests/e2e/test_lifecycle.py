@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from oracle import Oracle
-from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
 from benchmarks.needle import tasks
+from oracle import Oracle
+from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
 WAITING_S, RUNNING_S, ARRIVAL_S, MOST_ARRIVALS = 1, 10, 0.75, 96

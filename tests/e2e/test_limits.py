@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from serving import TestServer, freekv, start_all
 
+from serving import TestServer, freekv, start_all
 from sglang_freekv.config import GIB
 from sglang_freekv.memory_pool import host_memory
 

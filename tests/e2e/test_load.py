@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from room import room_for
 from serving import ROOT
 

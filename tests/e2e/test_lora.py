@@ -6,11 +6,12 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from adapters import make_adapter, merge_adapter
 from oracle import Oracle, OracleSettings
 from room import room_for
 from serving import LoraServer, freekv, start_all, stop_all
-from transformers import LlamaConfig, LlamaForCausalLM
 
 NEW_TOKENS, VOCABULARY = 16, 512
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16}

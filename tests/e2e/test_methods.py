@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from serving import freekv
 
 from benchmarks.needle import tasks
+from serving import freekv
 from sglang_freekv.methods import METHODS
 
 LAYERS, HEADS = 7, 2  # retrieval layers of the needle model, and their kv heads

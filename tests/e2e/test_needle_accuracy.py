@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from serving import TestServer
 
 from benchmarks.needle import tasks
+from serving import TestServer
 
 LENGTHS, DOCUMENTS, QUESTIONS = (2048, 4096), 6, 12
 TASKS = ("magic-number", "code-word", "multi-value", "variable-3")

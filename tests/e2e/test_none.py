@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from serving import STOCK
 
 from benchmarks.needle import tasks
+from serving import STOCK
 
 VOLATILE = {"port", "nccl_port", "startup_time", "internal_states", "random_seed", "instance_id"}
 VOLATILE |= {"mem_fraction_static"}  # on a CPU a share of the memory that the machine shows, and a virtual one may grow

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracle import Oracle, OracleSettings
-from serving import KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 
 from benchmarks.needle import tasks
+from oracle import Oracle, OracleSettings
+from serving import KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)

@@ -11,9 +11,9 @@ import openai
 import pytest
 import sglang as sgl
 from prometheus_client.parser import text_string_to_metric_families
-from serving import HEAD_DIM, KV_HEADS, LAYERS, freekv
 
 from benchmarks.needle import tasks
+from serving import HEAD_DIM, KV_HEADS, LAYERS, freekv
 from sglang_freekv.metrics import METRICS
 
 ARGUMENTS = {

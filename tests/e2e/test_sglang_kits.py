@@ -13,7 +13,6 @@ import unittest
 
 import pytest
 import torch
-from serving import NEEDLE_MODEL, freekv
 from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin, WaitingTimeoutMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
@@ -23,6 +22,8 @@ from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.prefix_cache_branching_kit import PrefixCacheBranchingMixin
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from serving import NEEDLE_MODEL, freekv
 
 
 class OnTheFleet(unittest.TestCase):
@@ -110,9 +111,7 @@ def test_multiturn_cache_hit_kit(random_server, random_model, tmp_path):
     turns = [[{"value": f"{question} " * 300}, {"value": "yes"}] for question in ("why", "how", "when", "where")] * 8
     dataset = tmp_path / "sharegpt.json"  # the format of the dataset that the kit would download
     dataset.write_text(json.dumps([{"conversations": turn} for turn in turns]))
-    result = run_multiturn_cache_hit_test(
-        random_server.url, str(random_model), num_clients=8, num_rounds=4, dataset_path=str(dataset)
-    )
+    result = run_multiturn_cache_hit_test(random_server.url, str(random_model), num_clients=8, num_rounds=4, dataset_path=str(dataset))
     assert result["overall"]["cache_hit_rate"] > 0.5
     assert random_server.flush()["host_pages_used"] == 0
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+
 from serving import TestServer
 
 PAGE, GROUPS, REQUESTS, CONVOY = 32, 4, 24, 32

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+
 from room import room_for
 from serving import TestServer, freekv, start_all
 

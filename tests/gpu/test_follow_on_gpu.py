@@ -13,9 +13,7 @@ from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, attend, plan, recall, score
 from sglang_freekv.kernels.follow import can_follow
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a Hopper"
-)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a Hopper")
 
 H, G, D, S, PAGES, REQUESTS, RUNS = 8, 4, 128, 32, 4096, 8, 20
 BUDGET = PageBudget(sink=16, selected=32, window=16)

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from adapters import make_adapter
-from serving import NEEDLE_MODEL, TestServer, freekv, start_all, stop_all
 from transformers import LlamaForCausalLM
 
+from adapters import make_adapter
 from benchmarks.needle import tasks
+from serving import NEEDLE_MODEL, TestServer, freekv, start_all, stop_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 

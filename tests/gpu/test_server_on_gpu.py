@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from serving import FaultyServer, freekv, start_all, stop_all
-from sglang_freekv.launch.server import ServerFailed
 
 from benchmarks.needle import tasks
+from serving import FaultyServer, freekv, start_all, stop_all
+from sglang_freekv.launch.server import ServerFailed
 
 gpus = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(gpus < 1, reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")

@@ -29,7 +29,6 @@ def test_every_kernel_is_public():
     assert callables == set(on_gpu.__all__)
 
 
-
 @pytest.mark.parametrize("as_keyword", [False, True])
 def test_the_device_of_the_named_argument_decides(as_keyword):
     def on_cpu(host, keys, *, option=1) -> tuple:

@@ -56,7 +56,9 @@ def test_fill_copies_pages_and_leaves_what_lies_beyond_the_last_token():
     cache = torch.full((2, 9, S, H, D), torch.nan)
     slot_pages = torch.full((3, H, 3), 5, dtype=torch.int32)
     slot_pages[1] = torch.tensor([[0, -1, 1], [2, 1, -1]])  # a request of 7 tokens, and a slot for the page about to begin
-    kernels.fill_pages(*source, torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), slot_pages, keys=cache[0], values=cache[1])
+    kernels.fill_pages(
+        *source, torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), slot_pages, keys=cache[0], values=cache[1]
+    )
     assert torch.equal(cache[0, 3, :, 0], source[0, 4:8, 0]) and torch.equal(cache[1, 5, :3, 0], source[1, 8:11, 0])
     assert torch.equal(cache[1, 4, :3, 1], source[1, 8:11, 1])
     assert cache[:, :3].isnan().all() and cache[:, 6:].isnan().all() and cache[:, 4, :, 0].isnan().all()
@@ -79,7 +81,7 @@ def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, 
     reads = Reads.allocate(2, H, budget.total, torch.device("cpu"))
     kernels.seed_slots(Candidates(torch.randn(2, 2 * H, 40), rows, seq_lens, table, budget, S), tables)
     twice = 0
-    for step in range(100):
+    for _ in range(100):
         seq_lens, corrected = seq_lens + 1, torch.rand(2, H) < 0.4
         old, was, logits = slot_pages.clone(), attended.clone(), torch.randn(2, 2 * H, 40)
         where = Candidates(logits, rows, seq_lens, table, budget, S), corrected, tables
@@ -106,9 +108,7 @@ def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, 
         for b, row in enumerate(rows.tolist()):
             for h in range(H):
                 n, before, after = int(seq_lens[b]), old[row, h].tolist(), slot_pages[row, h].tolist()
-                read = {
-                    slot - row * slots: page for slot, page in zip(reads.slots[b, h].tolist(), reads.pages[b, h].tolist()) if slot >= 0
-                }
+                read = {slot - row * slots: page for slot, page in zip(reads.slots[b, h].tolist(), reads.pages[b, h].tolist()) if slot >= 0}
                 _, _, required = select_pages(logits, torch.full((2,), n + 1), budget, H, S)
                 listed = {after[slot] for slot in attended[row, h].tolist() if slot >= 0}
                 assert listed == set(required[b, h].nonzero().squeeze(1).tolist())

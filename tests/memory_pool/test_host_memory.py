@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from sglang_freekv.memory_pool.host_memory import Room, available_bytes, default_host_pool_bytes, room, room_to_write
 
 GIB = 1 << 30

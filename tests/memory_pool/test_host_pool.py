@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import torch
+
 from sglang_freekv.config import GIB, HOST_LAYOUTS
 from sglang_freekv.memory_pool import host_memory, host_pool, pinned
 from sglang_freekv.memory_pool.host_memory import Room

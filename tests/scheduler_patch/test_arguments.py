@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+
 from build_server_args import run
 from serving import NEEDLE_MODEL
 
@@ -178,7 +179,9 @@ def test_engine_raises_value_errors(outcomes):
     refused = outcomes["engine, refused"]
     assert refused["raised"][:2] == ["Refusal", "ValueError"] and refused["message"].startswith("--speculative-algorithm EAGLE: ")
     assert outcomes["engine, fraction"]["message"].startswith("--freekv-budget 1024.5: expected a whole number of tokens")
-    assert outcomes["engine, unknown method"]["message"].startswith("--kv-retrieval snapkv: expected one of none, freekv, arkvale, louiskv, quest;")
+    assert outcomes["engine, unknown method"]["message"].startswith(
+        "--kv-retrieval snapkv: expected one of none, freekv, arkvale, louiskv, quest;"
+    )
     assert outcomes["engine, unknown method's type"]["message"].startswith("--kv-retrieval ['quest']: expected one of none, freekv")
     message = outcomes["engine, a threshold that is not used"]["message"]
     assert message.startswith("--freekv-tau 0.8: expected none with --kv-retrieval arkvale, ")

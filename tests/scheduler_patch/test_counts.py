@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+
 from sglang_freekv.counts import RetrievalCounts
 from sglang_freekv.scheduler_patch import counts
 

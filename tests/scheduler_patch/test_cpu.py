@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+
 from sglang_freekv.config import Refusal
 from sglang_freekv.scheduler_patch import cpu
 

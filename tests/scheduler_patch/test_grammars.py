@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
-from sglang_freekv.scheduler_patch import grammars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+
+from sglang_freekv.scheduler_patch import grammars
 
 
 @pytest.mark.parametrize("vocabulary, masked", [(70, 70), (96, 96), (96, 64), (40, 64)])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.layers import LayerKind, LayerTable

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
-from serving import NEEDLE_MODEL
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
@@ -18,6 +17,7 @@ from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.plugins.hook_registry import HookRegistry
 from transformers import AutoTokenizer
 
+from serving import NEEDLE_MODEL
 from sglang_freekv import scheduler_patch
 from sglang_freekv.scheduler_patch import mistakes, registry
 

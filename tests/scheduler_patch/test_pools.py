@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat

@@ -58,7 +58,7 @@ class Request:
         self.to_finish = self.finished_len = None
 
     def take(self, row: int) -> None:
-        setattr(self.kv if releases.has("request KV") else self, "req_pool_idx", row)
+        (self.kv if releases.has("request KV") else self).req_pool_idx = row
 
     def finished(self) -> bool:
         return False

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.server_args import ServerArgs
+from transformers import AutoConfig
+
 from build_server_args import run
 from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
-from sglang.srt.server_args import ServerArgs
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch import refusals
-from transformers import AutoConfig
 
 OPTIONS = set(inspect.signature(ServerArgs).parameters)
 LOOKED_AT = {
@@ -79,8 +80,10 @@ VALUES = {  # typed flags: how the refusal begins
     ("--tp-size", "2"): "--tp-size 2: SGLang 0.5.17 starts one rank only with --device cpu; leave it out, or use --device cuda",
     ("--nnodes", "0"): "--nnodes 0: expected at least 1",
     ("--context-length", "-5"): "--context-length -5: expected at least 1",
-    ("--freekv-budget", "99999999999999999999"): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 32; "
-    "use --freekv-budget 1048544",
+    (
+        "--freekv-budget",
+        "99999999999999999999",
+    ): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 32; use --freekv-budget 1048544",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
     ("--freekv-host-memory", "0.0004"): "--freekv-host-memory 0.0004: expected at least 0.0005 GiB, 4 pages of --page-size 32 of this "
     "model's KV; use 0.0005 or more",
@@ -111,8 +114,13 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": 
 MODELS = {  # name: (changes to the Llama config, what the refusal says)
     "latent attention": (
         {
-            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 64, "q_lora_rank": None,
-            "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
         },
         "latent attention (MLA)",
     ),

@@ -25,7 +25,13 @@ def test_a_difference_is_there_or_not_as_the_table_says(name):
 
 @pytest.mark.parametrize(
     "installed, since, expected",
-    [("0.5.17", "0.5.20", False), ("0.5.23", "0.5.20", True), ("0.5.20", "0.5.20", True), ("0.5.20rc1", "0.5.20", True), ("0.6", "0.5.20", True)],
+    [
+        ("0.5.17", "0.5.20", False),
+        ("0.5.23", "0.5.20", True),
+        ("0.5.20", "0.5.20", True),
+        ("0.5.20rc1", "0.5.20", True),
+        ("0.6", "0.5.20", True),
+    ],
 )
 def test_releases_are_compared_as_numbers(monkeypatch, installed, since, expected):
     monkeypatch.setattr(releases, "INSTALLED", Version(installed))

@@ -79,9 +79,7 @@ def scores(questions: list[Question], answers: list[str]) -> dict[str, float | i
 
 def run(options: argparse.Namespace) -> dict:
     questions, answers = read_all(options.data, options.limit), {}
-    bodies = [
-        {"model": options.model, "prompt": each.prompt, "max_tokens": TOKENS[each.family], "temperature": 0} for each in questions
-    ]
+    bodies = [{"model": options.model, "prompt": each.prompt, "max_tokens": TOKENS[each.family], "temperature": 0} for each in questions]
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "answers.jsonl").open("w", encoding="utf-8") as file:
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sglang_freekv.kernels import RECALLED
-from sglang_freekv.kernels.extend import ReferenceExtend
 
 from benchmarks.paper.method import Traffic, Work
 from benchmarks.profiles import CORRECTED
@@ -14,6 +12,8 @@ from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from sglang_freekv import kernels
 from sglang_freekv.engine import Recall
+from sglang_freekv.kernels import RECALLED
+from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.retrieval import Retrieval
 
 TRIGGERED = {CORRECTED[0.8]: 1 / 5, CORRECTED[0.9]: 1 / 16}  # by FreeKV's share of kv heads under the same load

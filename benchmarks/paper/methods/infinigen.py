@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Misses
-from sglang_freekv.memory_pool.transfer import Handle
 
 from benchmarks.paper.method import Traffic, Work
+from sglang_freekv.kernels import Misses
+from sglang_freekv.memory_pool.transfer import Handle
 
 from .window import Window
 

@@ -6,9 +6,9 @@ The methods of the same names have this project's kernels, which read host memor
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Misses
 
 from benchmarks.paper.method import Work
+from sglang_freekv.kernels import Misses
 
 from .engine import Engine
 from .infinigen import InfiniGen

@@ -30,7 +30,9 @@ class RaaS(Window):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         size, heads, requests = self.pools.config.page_size, self.pools.shape.kv_heads, self.work.requests
-        logits = kernels.score_pages(q, self.digests[layer], requests.rows, self.resident, self.table, EVERY, size, scale=q.shape[-1] ** -0.5)
+        logits = kernels.score_pages(
+            q, self.digests[layer], requests.rows, self.resident, self.table, EVERY, size, scale=q.shape[-1] ** -0.5
+        )
         used = logits.unflatten(1, (heads, -1)).softmax(-1).mean(2) > ALPHA
         stamps = self.stamps[layer]
         torch.where(used, requests.seq_lens[:, None, None], stamps, out=stamps)

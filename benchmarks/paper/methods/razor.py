@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Reads
 
 from benchmarks.paper.method import Traffic, Work
 from sglang_freekv import kernels
+from sglang_freekv.kernels import Reads
 
 SHARE = 0.15  # of kv heads, in the paper
 
@@ -22,9 +22,7 @@ class Razor:
         self.size, self.scale = config.page_size, shape.head_dim**-0.5
         heads = [round((layer + 1) * SHARE * shape.kv_heads) - round(layer * SHARE * shape.kv_heads) for layer in range(shape.layers)]
         whole, edges = work.longest // self.size + 1, config.pages.sink + config.pages.window
-        self.layers = [
-            (self._heads(full, whole, device), self._heads(shape.kv_heads - full, min(edges, whole), device)) for full in heads
-        ]
+        self.layers = [(self._heads(full, whole, device), self._heads(shape.kv_heads - full, min(edges, whole), device)) for full in heads]
 
     def _heads(self, heads: int, slots: int, device: str) -> tuple[torch.Tensor, torch.Tensor, Reads] | None:
         """Keys and values of so many kv heads with so many slots a row, and what is read: all of them."""

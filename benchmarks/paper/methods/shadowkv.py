@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Misses
 
 from benchmarks.paper.method import Traffic, Work
 from sglang_freekv.decode_step import programs_ahead
+from sglang_freekv.kernels import Misses
 
 from .rebuild import rebuild_keys, reference_rebuild
 from .window import Window

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sglang_freekv.kernels import Reads
 
 from benchmarks.paper.method import Traffic, Work
 from sglang_freekv import kernels
+from sglang_freekv.kernels import Reads
 
 
 class Window:

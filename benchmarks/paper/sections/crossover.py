@@ -47,7 +47,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
 def _table(section: Section, rows: list[crossover.Compared]) -> str:
     lines = []
     for row in rows:
-        tpot = _both((value and ms(value) for value in row.tpot[:2])), _two(row.tpot[2])
+        tpot = _both(value and ms(value) for value in row.tpot[:2]), _two(row.tpot[2])
         ttft = _both(_two(value) for value in row.ttft[:2]), _two(row.ttft[2])
         rates = [_both(value and f"{value:.0f}" for value in pair) for pair in (row.tokens, row.decoding, row.at_once)]
         over = _both(_two(_over_least(section, side)) for side in (row.ours, row.theirs))

@@ -134,9 +134,7 @@ def _limits(cells: list[latency.Cell]) -> dict[tuple[str, int], Limits]:
     return limits
 
 
-def _over_window(
-    section: Section, answers: list[latency.Answer], cells: list[latency.Cell], limits: dict[tuple[str, int], Limits]
-) -> None:
+def _over_window(section: Section, answers: list[latency.Answer], cells: list[latency.Cell], limits: dict[tuple[str, int], Limits]) -> None:
     """What retrieval adds to a window alone, at every batch that was measured."""
     ours = {answer[:2]: answer for answer in answers if answer.method == "freekv" and answer.window}
     batches = list(dict.fromkeys(batch for _, batch in ours))
