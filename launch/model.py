@@ -116,14 +116,14 @@ class Model:
         Raises:
             Refusal: the server would refuse a flag.
         """
-        from sglang_freekv.scheduler_patch import refusals
+        from sglang_freekv.scheduler_patch import refusals, refused_flags
 
-        defaults = {flag.name: flag.allowed[0] for flag in refusals.FLAGS} | dict.fromkeys(refusals.COUNTS)
+        defaults = {flag.name: flag.allowed[0] for flag in refused_flags.FLAGS} | dict.fromkeys(refused_flags.COUNTS)
         defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=CHUNK_TOKENS, grammar_backend=None)
         defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None)
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
         asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size, attention_backend=BACKEND_NAME))
-        refusals.refuse_flags(asked)
+        refused_flags.refuse_flags(asked)
         refusals.refuse_resolved(asked, self.config, config)
 
     def refusal(self, config: FreeKVConfig) -> Refusal | None:

@@ -7,9 +7,8 @@ import asyncio
 import os
 from collections.abc import Iterator
 
-from sglang_freekv.config import Refusal
+from sglang_freekv.config import Refusal, typed
 from sglang_freekv.scheduler_patch.arguments import config_of, end_with, resolved
-from sglang_freekv.scheduler_patch.refusals import typed
 
 HIGHEST = 65535
 

@@ -13,7 +13,7 @@ from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVCon
 from sglang_freekv.flag import TOKENS
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.options import NAMES, Options, config_from
-from sglang_freekv.scheduler_patch import cpu, refusals, registry, trees
+from sglang_freekv.scheduler_patch import cpu, refusals, refused_flags, registry, trees
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
     asked.device = cpu.usable_device(asked.device)
     page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
     config = config_from(options, page_size)
-    refusals.refuse_flags(asked)
+    refused_flags.refuse_flags(asked)
     if config.tau is not None and abs(config.tau) > 1:
         above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
         logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
