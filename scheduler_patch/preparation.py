@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_freekv import scheduler_patch
+from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.flag import TOKENS
 from sglang_freekv.memory_pool import host_memory
@@ -25,6 +25,13 @@ def refuse_idle(options: Options) -> None:
             raise Refusal(f"{typed(name)}: it has no effect without --kv-retrieval freekv; add that, or leave it out")
 
 
+def refuse_untested(method: str) -> None:
+    """Raise a Refusal of a release of SGLang that was not tested, though all hooks may fit it."""
+    if not releases.is_tested():
+        tested = " or ".join(releases.TESTED)
+        raise Refusal(f"--kv-retrieval {method}: expected SGLang {tested}, which were tested, found {releases.INSTALLED}; use one of them")
+
+
 def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dict[str, Any]]:
     """Check the options without the model, and prepare this process.
 
@@ -38,6 +45,7 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
     Raises:
         Refusal: FreeKV does not serve an option or a combination of options, or SGLang is not what the hooks were written for.
     """
+    refuse_untested(method=options.kv_retrieval)
     asked.device = cpu.usable_device(asked.device)
     page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
     config = config_from(options, page_size)

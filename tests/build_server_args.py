@@ -12,19 +12,21 @@ import pickle
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 
-def run(cases: dict[str, dict]) -> dict:
+def run(cases: dict[str, dict], path: Path | None = None) -> dict:
     """What SGLang with the plugin says to each case, on a machine that has no GPU or hides it.
 
     Args:
         cases: ``{"argv": [...]}`` for the command line, or ``{"args": [...], "kwargs": {...}}`` for ``Engine``;
             with ``"stock"`` ServerArgs is SGLang's own.
+        path: a folder with another package sglang than the one that is installed.
     """
     done = subprocess.run(
         [sys.executable, "-P", __file__],
         input=json.dumps(cases),
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({"PYTHONPATH": str(path)} if path else {}),
         text=True,
         capture_output=True,
         timeout=300,

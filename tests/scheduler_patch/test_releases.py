@@ -10,6 +10,8 @@ import sglang
 from packaging.version import Version
 
 from sglang_freekv import releases, scheduler_patch
+from sglang_freekv.config import Refusal
+from sglang_freekv.scheduler_patch import preparation
 from sglang_freekv.scheduler_patch.sources import Sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +44,13 @@ def test_releases_are_compared_as_numbers(monkeypatch, installed, since, expecte
 def test_a_release_that_was_not_tested_is_told(monkeypatch, installed, expected):
     monkeypatch.setattr(releases, "INSTALLED", Version(installed))
     assert releases.is_tested() == expected
+
+
+def test_a_release_that_was_not_tested_is_refused_by_name(monkeypatch):
+    preparation.refuse_untested("freekv")
+    monkeypatch.setattr(releases, "INSTALLED", Version("0.5.20"))
+    with pytest.raises(Refusal, match="expected SGLang 0.5.17 or 0.5.23, which were tested, found 0.5.20; use one of them"):
+        preparation.refuse_untested("freekv")
 
 
 def test_every_difference_is_used_and_none_is_decided_elsewhere():
