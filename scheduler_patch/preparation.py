@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.flag import TOKENS
@@ -32,6 +34,15 @@ def refuse_untested(method: str) -> None:
         raise Refusal(f"--kv-retrieval {method}: expected SGLang {tested}, which were tested, found {releases.INSTALLED}; use one of them")
 
 
+def refuse_other_server(method: str) -> None:
+    """Raise a Refusal of SGLang's server in Rust, which takes requests past the checks of ``fields.py`` and ``controls.py``."""
+    if envs.SGLANG_RUST_SERVER.get():
+        raise Refusal(
+            f"SGLANG_RUST_SERVER: expected it unset with --kv-retrieval {method}, because that server takes requests past the checks that "
+            "keep the engine alive; unset it, or use --kv-retrieval none"
+        )
+
+
 def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dict[str, Any]]:
     """Check the options without the model, and prepare this process.
 
@@ -46,6 +57,7 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
         Refusal: FreeKV does not serve an option or a combination of options, or SGLang is not what the hooks were written for.
     """
     refuse_untested(method=options.kv_retrieval)
+    refuse_other_server(method=options.kv_retrieval)
     asked.device = cpu.usable_device(asked.device)
     page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
     config = config_from(options, page_size)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import sglang
 from packaging.version import Version
+from sglang.srt.environ import envs
 
 from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import Refusal
@@ -61,3 +62,9 @@ def test_every_difference_is_used_and_none_is_decided_elsewhere():
     assert not others
     ranges = [patch for table in scheduler_patch.TABLES for patch in table if patch.since or patch.until]
     assert all(patch.concerns(lambda release: True) != patch.concerns(lambda release: False) for patch in ranges)
+
+
+def test_sglangs_other_server_is_refused():
+    preparation.refuse_other_server("freekv")
+    with envs.SGLANG_RUST_SERVER.override(True), pytest.raises(Refusal, match="SGLANG_RUST_SERVER: expected it unset .*; unset it, or use"):
+        preparation.refuse_other_server("freekv")
