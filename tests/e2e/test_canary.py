@@ -15,7 +15,7 @@ from room import room_for
 from serving import FaultyServer, freekv, start_all, stop_all, wait_until
 from sglang_freekv.launch.server import ServerFailed
 
-pytestmark = pytest.mark.two_servers
+pytestmark = [pytest.mark.two_servers, pytest.mark.both_releases]
 
 PAGE, LAYER, HEAD, NEW_TOKENS = 32, 3, 1, 24
 

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.needle import tasks
 
+pytestmark = pytest.mark.both_releases
+
 NEW_TOKENS = 16
 
 

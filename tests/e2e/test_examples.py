@@ -80,7 +80,9 @@ def test_the_branches_of_a_fork_find_the_document_cached(fleet):
     fleet.small.flush()
     printed = run("frontend_fork", "--url", fleet.small.url, "--questions", "3", "--tokens", "1500")
     assert_all_right(printed, 3)
-    assert [cached for _, cached in numbers(r"prompt (\d+) tokens, cached (\d+)", printed)] == [1500 // PAGE * PAGE] * 3
+    cached, document = [hit for _, hit in numbers(r"prompt (\d+) tokens, cached (\d+)", printed)], 1500 // PAGE * PAGE
+    assert len(cached) == 3 and min(cached) == document
+    assert max(cached) <= document + PAGE  # a late branch finds how the questions before it begin
 
 
 def test_a_second_question_finds_the_document_cached(fleet):

@@ -16,7 +16,7 @@ from room import room_for
 from serving import NEEDLE_CONFIG, TestServer, freekv, start_all
 from traffic_beside import Beside
 
-pytestmark = pytest.mark.two_servers
+pytestmark = [pytest.mark.two_servers, pytest.mark.both_releases]
 
 DEADLINE_S, EXAMPLES, AT_ONCE = 60, 16, 5
 POOL, CHUNK = 8192, 64

@@ -19,6 +19,8 @@ from benchmarks.needle import tasks
 from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
+pytestmark = pytest.mark.both_releases
+
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
 WAITING_S, RUNNING_S, ARRIVAL_S, MOST_ARRIVALS = 1, 10, 0.75, 96
 ENVIRONMENT = {
@@ -39,6 +41,7 @@ SERVERS = {  # name -> budget, tau, rows, environment
     "limited": (1024, 2, 4, RETRACTING | LIMITED),
 }
 PREEMPTING = "corrected"  # its requests go before others by priority
+ONE_BY_ONE = "retracting"  # its log tells how many tokens of each request are prefilled
 HIGH_PRIORITY, SHORT = 100, 50
 
 
@@ -94,6 +97,8 @@ def served(serve, prompts, request) -> SimpleNamespace:
     flags |= {"--page-size": PAGE, "--chunked-prefill-size": CHUNK, "--max-running-requests": rows, "--max-total-tokens": 32768}
     if request.param == PREEMPTING:
         flags |= {"--enable-priority-scheduling": True}
+    if request.param == ONE_BY_ONE:
+        flags |= {"--prefill-max-requests": 1}
     with serve(flags, env=ENVIRONMENT | env) as (server,):
         unlimited = [] if env.keys() & LIMITED.keys() else prompts
         answers = server.generate_all(unlimited, NEW_TOKENS, concurrency=4)
@@ -124,8 +129,10 @@ def all_rows_taken(server: TestServer, queued: int):
 
 
 def prefilled(log: str) -> int:
-    """Tokens that SGLang says to have prefilled; it rounds each request up to pages."""
-    return sum(map(int, re.findall(r"Prefill batch.*#new-token: (\d+)", log)))
+    """Tokens that SGLang says to have prefilled, each batch of one request, and rounded up to pages, as some releases do by themselves."""
+    batches = re.findall(r"Prefill batch.*#new-seq: (\d+), #new-token: (\d+)", log)
+    assert batches and all(requests == "1" for requests, _ in batches)
+    return sum(-(-int(tokens) // PAGE) * PAGE for _, tokens in batches)
 
 
 def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str, stream: bool = True, timeout_s: float = 120):

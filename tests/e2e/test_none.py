@@ -10,6 +10,7 @@ from benchmarks.needle import tasks
 from serving import STOCK
 
 VOLATILE = {"port", "nccl_port", "startup_time", "internal_states", "random_seed", "instance_id"}
+VOLATILE |= {"launch_command"}  # which has the port
 VOLATILE |= {"mem_fraction_static"}  # on a CPU a share of the memory that the machine shows, and a virtual one may grow
 DECISIONS = re.compile(r"KV Cache is allocated|max_total_num_tokens=|Tree cache initialized|Disable|cuda graph|Memory pool end")
 

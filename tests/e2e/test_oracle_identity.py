@@ -9,6 +9,8 @@ from benchmarks.needle import tasks
 from oracle import Oracle, OracleSettings
 from serving import KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 
+pytestmark = pytest.mark.both_releases
+
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
 SETTINGS = {

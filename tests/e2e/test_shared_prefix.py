@@ -11,6 +11,8 @@ import pytest
 
 from serving import TestServer
 
+pytestmark = pytest.mark.both_releases
+
 PAGE, GROUPS, REQUESTS, CONVOY = 32, 4, 24, 32
 
 
