@@ -342,6 +342,7 @@ SCHEDULER = (
         "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
         "logprobs token_ids_logprobs_list stage extend_logprob_pruned_lens_cpu no_copy_to_cpu", AFTER, "hardening:even_values",
         "requests with and without token_ids_logprob may share a batch",
+        until="0.5.23",
     ),
     Patch(
         "sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor.from_str", "json_str", AROUND, "hardening:load_processor",
@@ -363,6 +364,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode", "self", BEFORE, "hardening:forget_overrides",
         "input embeddings of a prompt would keep all its decode steps off the graph",
+        until="0.5.23",
     ),
     *(
         Patch(

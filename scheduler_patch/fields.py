@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the fields of a request. SGLang 0.5.17 declares their types but does not check them all, and a wrong one can end its scheduler.
+"""Checks the fields of a request. SGLang declares their types but does not check them all, and a wrong one can end its scheduler.
 
 The types are read from SGLang's own structs. `RANGES` adds the range of each number, which its tensor or SGLang's arithmetic sets.
 """
@@ -48,6 +48,7 @@ OF_SGLANG = {  # fields that only SGLang's processes and disaggregated servers s
     "http_worker_ipc": "SGLang sets it", "lora_id": "SGLang sets it, from lora_path", "positional_embed_overrides": "no JSON makes it",
     "need_wait_for_mm_inputs": "SGLang sets it", "num_items_assigned": "SGLang sets it", "mm_data_mooncake": "SGLang sets it",
     "encoder_urls": "SGLang sets it", "multi_item_delimiter_indices": "SGLang sets it, in scoring",
+    "token_indices_to_pool": "SGLang sets it, in setwise scoring, which is not served so far",
 } | dict.fromkeys(  # with a fake bootstrap host, stock SGLang loses the pages of a prompt longer than a chunk (sglang#36855)
     ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank"),
     "this server is not disaggregated",
@@ -178,9 +179,7 @@ def _check_request(model, obj: GenerateReqInput, input_ids: list[int] | None) ->
     _check_type("session_params", obj.session_params, SESSION)
     session = obj.session_params or {}
     if session.get("replace") and session.get("rid") is None:
-        raise ValueError(
-            "session_params: replace without rid ends SGLang 0.5.17; send the rid of the request to replace, or open a session"
-        )
+        raise ValueError("session_params: replace without rid ends stock SGLang; send the rid of the request to replace, or open a session")
     for name in ("return_logprob", "top_logprobs_num", "logprob_start_len", "token_ids_logprob"):
         _check_type(name, getattr(obj, name), TOKENIZED[name])
     most, start = obj.top_logprobs_num or 0, obj.logprob_start_len or 0

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards against requests that end a stock SGLang 0.5.17. When SGLang mends a weakness, its guard can be removed.
+"""Guards against requests that end a stock SGLang. A guard is not attached to releases that have mended its weakness.
 
-| guard | weakness, and its place in SGLang | thread |
-|---|---|---|
-| even_values | a batch mixes requests with and without token_ids_logprob: a list has no tolist (logprob_processor.py) | #34719, #35705 |
-| take_in, refuse_empty | an exception about one request ends the event loop (managers/scheduler.py, handle_generate_request) | |
-| answer_control | an exception about one control request does the same (process_input_requests) | |
-| load_processor | a custom logit processor that raises ends the scheduler (layers/sampler.py) | |
-| keep_finite | biases, penalties, grammars and processors make logits from which no token can be sampled (layers/sampler.py) | |
-| find_stop_regex | a regular expression that backtracks for ever holds the scheduler (managers/schedule_batch.py) | #28203 |
-| compile_grammar | a panic of a grammar's compiler is not an Exception (constrained/grammar_manager.py) | |
-| forget_overrides | input embeddings of a prompt keep its decode steps off the graph (managers/schedule_batch.py) | |
-| profile | a profile that cannot be written ends the forward pass (scheduler_components/profiler_manager.py) | |
+| guard | weakness, and its place in SGLang | thread | mended in |
+|---|---|---|---|
+| even_values | a batch mixes requests with and without token_ids_logprob: a list has no tolist (logprob_processor.py) | #34719, #35705 | 0.5.23 |
+| take_in, refuse_empty | an exception about one request ends the event loop (managers/scheduler.py, handle_generate_request) | | |
+| answer_control | an exception about one control request does the same (process_input_requests) | | |
+| load_processor | a custom logit processor that raises ends the scheduler (layers/sampler.py) | | |
+| keep_finite | biases, penalties, grammars and processors make logits from which no token can be sampled (layers/sampler.py) | | |
+| find_stop_regex | a regular expression that backtracks for ever holds the scheduler (managers/schedule_batch.py) | #28203 | |
+| compile_grammar | a panic of a grammar's compiler is not an Exception (constrained/grammar_manager.py) | | |
+| forget_overrides | input embeddings of a prompt keep its decode steps off the graph (managers/schedule_batch.py) | | 0.5.23 |
+| profile | a profile that cannot be written ends the forward pass (scheduler_components/profiler_manager.py) | | |
 """
 
 from __future__ import annotations

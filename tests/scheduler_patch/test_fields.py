@@ -54,6 +54,7 @@ def test_a_bad_sampling_parameter_is_named(params, named):
     ({"rid": [5, 6], "input_ids": [[5], [6]]}, "rid: expected a string for each prompt"),
     ({"lora_path": ["a"], "input_ids": [[5], [6]]}, "cannot be read (IndexError"), ({"sampling_params": []}, "cannot be read (IndexError"),
     ({"input_ids": None, "input_embeds": [[]]}, "cannot be read (IndexError"),
+    *[({"token_indices_to_pool": [9]}, "in setwise scoring")] * hasattr(GenerateReqInput, "token_indices_to_pool"),
 ], ids=str)  # fmt: skip
 def test_a_bad_field_is_named(body, named):
     with pytest.raises(ValueError) as refused:
