@@ -63,6 +63,10 @@ def run_eval_parser() -> argparse.ArgumentParser:
 
 
 def test_sglang_takes_the_command():
+    if importlib.util.find_spec("sglang.test.simple_eval_longbench_v2") is None:
+        with pytest.raises(EvaluatorFailed, match="missing sglang.test.simple_eval_longbench_v2; pip install sglang==0.5.17"):
+            EVALUATORS["sglang_longbench_v2"].version(sys.executable)
+        return
     options = run_eval_parser().parse_args(command_of("longbench_v2")[4:])
     assert (options.eval_name, options.base_url, options.model, options.dataset_path) == ("longbench_v2", "U", "M", "R")
     assert (options.max_tokens, options.temperature, options.top_p, options.num_threads, options.api) == (128, 0, 1, 16, "chat")

@@ -95,7 +95,8 @@ class Evaluator(ABC):
             return "this repository's"
         code = (
             "import sys\nfrom importlib import metadata, util\nname, *modules = sys.argv[1:]\n"
-            "print(*[each for each in modules if util.find_spec(each) is None])\n"
+            "def lacks(module):\n  try: return util.find_spec(module) is None\n  except ModuleNotFoundError: return True\n"
+            "print(*filter(lacks, modules))\n"
             "try: print(metadata.version(name))\nexcept metadata.PackageNotFoundError: print('unknown')"
         )
         try:
@@ -111,9 +112,10 @@ class Evaluator(ABC):
 
 
 class LongBenchV2(Evaluator):
-    """SGLang's own, on prompts that the driver has cut."""
+    """SGLang's own, on prompts that the driver has cut. SGLang 0.5.17 has it, and 0.5.23 has not."""
 
-    name, modules, remedy = "sglang", ("sglang", "openai"), "pip install sglang==0.5.17, or name another interpreter with --python"
+    name, modules = "sglang", ("sglang.test.simple_eval_longbench_v2", "openai")
+    remedy = "pip install sglang==0.5.17, in an environment of its own if need be, and name its interpreter with --python"
     lost = ("Bad Request Error", "All retry attempts exhausted")  # it counts these requests as wrong answers
 
     def command(self, preset: Preset, run: Run) -> list[str]:
