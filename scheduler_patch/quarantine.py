@@ -106,7 +106,7 @@ class Quarantine:
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
         if not found.item():
             return []
-        everywhere = [None] * _ranks(self.scheduler)
+        everywhere: list[list[Fault]] = [[]] * _ranks(self.scheduler)
         torch.distributed.all_gather_object(everywhere, faults, group=group)
         return sum(everywhere, [])
 

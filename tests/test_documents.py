@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 import yaml
-from sglang.srt.server_args import ServerArgs
 
 from sglang_freekv import __version__
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
@@ -21,6 +19,7 @@ from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.metrics import METRICS
 from sglang_freekv.options import FLAGS
+from sglang_freekv.scheduler_patch import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PATTERNS = ("*.md", "docs/*.md", "docs/history/*.md", "benchmarks/**/README.md", "deploy/**/*.md", "examples/**/*.md")
@@ -102,7 +101,7 @@ def test_no_commit_is_named(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_flags_exist(name):
-    known = {typed(flag) for flag in (*FLAGS, *(field.name for field in fields(ServerArgs)))}
+    known = {typed(flag) for flag in (*FLAGS, *arguments.defaults())}
     for script in (ROOT / "benchmarks").rglob("*.py"):
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', script.read_text()))
     named = set(re.findall(r"--(?:freekv|kv)-[a-z0-9-]*[a-z0-9]", DOCUMENTS[name].read_text()))

@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize
 from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_tokenizer
 from transformers import AutoTokenizer
 
 from serving import NEEDLE_MODEL
@@ -39,6 +40,9 @@ class Manager:
         hf_text_config=SimpleNamespace(vocab_size=5120), get_default_sampling_params=dict,
     )  # fmt: skip
 
+    def config_value(self, name: str):
+        return getattr(self.server_args, name)
+
     async def generate_request(self, obj, request=None):
         obj.normalize_batch_and_arguments()
         yield ANSWER
@@ -47,6 +51,7 @@ class Manager:
 @pytest.fixture(scope="module")
 def client():
     """SGLang's application with the launcher's hooks, which go again after it."""
+    set_global_server_args_for_tokenizer(ServerArgs(model_path="dummy", device="cpu"))
     with pytest.MonkeyPatch.context() as patched:
         for patch in scheduler_patch.LAUNCHER:
             place, name = patch.target.rsplit(".", 1)

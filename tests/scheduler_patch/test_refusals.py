@@ -164,7 +164,9 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
     "gpt_oss": ("GptOssForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it has learned attention sinks"),
     "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it caps attention logits"),
     "gemma3_text": ("Gemma3ForCausalLM", {"sliding_window": 128}, WINDOWED.format(1, 7)),
-    "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
+    # SGLang 0.5.23 itself reads this family only if all its layers have one width
+    "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128, "global_head_dim": 256}, WINDOWED.format(2, 6)),
+    "gemma4": ("Gemma4ForConditionalGeneration", {"text_config": {"num_hidden_layers": 8, "sliding_window": 128}}, WINDOWED.format(2, 6)),
     "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
     "llama4": (
