@@ -352,6 +352,16 @@ SCHEDULER = (
         "sglang.srt.layers.sampler.Sampler._preprocess_logits", "self logits sampling_info", AFTER, "hardening:keep_finite",
         "a request's options may make logits from which no token can be sampled",
     ),
+    *(
+        Patch(
+            f"sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.{name}", parameters,
+            AROUND, "mistakes:blame_options",
+            "options that leave no token which the grammar allows are a client's mistake",
+        )
+        for name, parameters in (
+            ("_apply_prefill_grammar", "self req next_token_id already_advanced"), ("_accept_grammar_tokens", "self req tokens"),
+        )
+    ),
     Patch(
         "sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "self new_accepted_len", AROUND, "hardening:find_stop_regex",
         "a regular expression may search for ever",

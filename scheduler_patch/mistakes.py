@@ -10,13 +10,19 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.exceptions import ValidationException
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 UNREADABLE = "the request cannot be read ({kind}: {error}); compare its fields with SGLang's documentation of requests"
+NO_TOKEN = (
+    "the grammar of the structured output refuses the sampled token, as no token is left that all options allow; "
+    "check min_new_tokens, stop tokens, logit_bias and logit processors against the grammar"
+)
 GENERATE = {field.name for field in dataclasses.fields(GenerateReqInput)}
 ANSWERED = (ValueError, HTTPException, ValidationException)  # the server answers these with status 400, or with their own
 
@@ -76,6 +82,19 @@ def _mistake(error: Exception) -> ValueError:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def blame_options(original: Callable, processor, *args, **kwargs) -> Any:
+    """AROUND the putting of a sampled token to a request's grammar: one that it refuses ends the request with status 400.
+
+    SGLang 0.5.17 ends the answer there without a reason, and later releases answer with status 500.
+    """
+    req: Req = kwargs["req"] if "req" in kwargs else args[0]
+    before = req.to_finish
+    result = original(processor, *args, **kwargs)
+    if req.to_finish is not before:
+        req.to_finish = FINISH_ABORT(NO_TOKEN, HTTPStatus.BAD_REQUEST, "BadRequestError")
+    return result
 
 
 def anthropic_error(original: Callable, serving, status_code: int, error_type: str, message: str, exception_name: str | None = None):

@@ -42,6 +42,11 @@ def prompts() -> list[tuple[int, ...]]:
     return [tasks.make_document(rng, int(length), needle_count=1).token_ids for length in rng.integers(160, 220, CLIENTS)]
 
 
+def answered(server: TestServer, prompts, concurrency: int) -> list[dict]:
+    """Of full length, though they might end early: SGLang reserves the most tokens for a request that may not."""
+    return server.generate_all(prompts, NEW_TOKENS, concurrency, ignore_eos=False, min_new_tokens=NEW_TOKENS)
+
+
 def outputs(answers: list[dict]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
@@ -73,11 +78,11 @@ def watched(server: TestServer) -> Iterator[list[Sample]]:
 
 def test_more_requests_than_rows_and_pages_are_all_answered_as_ever(server, prompts):
     assert sum(map(len, prompts)) > 2 * POOL and len(prompts) > 2 * ROWS
-    alone = outputs(server.generate_all(prompts, NEW_TOKENS, concurrency=2))
+    alone = outputs(answered(server, prompts, concurrency=2))
     server.flush()
     begun = len(server.log.read_text())
     with watched(server) as samples:
-        answers = server.generate_all(prompts, NEW_TOKENS, concurrency=CLIENTS)
+        answers = answered(server, prompts, concurrency=CLIENTS)
     assert outputs(answers) == alone
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length"}
     assert "KV cache pool is full. Retract requests." in server.log.read_text()[begun:]

@@ -188,7 +188,7 @@ ENDED_A_STOCK_SERVER = {  # or filled its memory, or were answered 500: status n
     "a processor with tokens that are none": (400, generate({"custom_params": {"token_ids": [99999]}}, custom_logit_processor=PROCESSOR)),
     "a processor": (200, generate({"custom_params": {"token_ids": [5]}}, custom_logit_processor=PROCESSOR)),
     "the processor with other parameters": (200, generate({"custom_params": {"token_ids": [6]}}, custom_logit_processor=PROCESSOR)),
-    "a grammar that wants to end too early": (200, generate({"regex": "a", "min_new_tokens": 3})),
+    "a grammar that wants to end too early": (400, generate({"regex": "a", "min_new_tokens": 3})),
     "a bad grammar": (400, generate({"json_schema": "[" * 9999})),
     "a session without tokens": (400, generate(input_ids=[], session_params={"id": "killers"})),
     "replace without rid": (400, generate(session_params={"id": "killers", "replace": True})),

@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_tokenizer
@@ -132,3 +133,31 @@ def test_a_fault_of_the_server_stays_one(client, monkeypatch):
     monkeypatch.setattr(Manager, "generate_request", fails)
     assert client.post("/v1/messages", json=ASKED | {"messages": HELLO}).status_code == 500
     assert client.post("/vertex_generate", json={"instances": ONE}).status_code == 500
+
+
+class Grammar:
+    """Refuses one token."""
+
+    finished = False
+
+    def accept_token(self, token: int) -> None:
+        if token == 5:
+            raise ValueError("parser stopped")
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("token", [4, 5])
+def test_a_token_that_its_grammar_refuses_ends_a_request_as_its_mistake(token):
+    for arguments in (
+        lambda req: ("_apply_prefill_grammar", (), {"req": req, "next_token_id": token}),
+        lambda req: ("_accept_grammar_tokens", (req, token), {}),
+    ):
+        req = SimpleNamespace(rid="r", grammar=Grammar(), to_finish=None, finished=lambda: False)
+        name, positional, named = arguments(req)
+        mistakes.blame_options(getattr(SchedulerBatchResultProcessor, name), None, *positional, **named)
+        ended = req.to_finish and req.to_finish.to_json()
+        assert ended == (
+            {"type": "abort", "message": mistakes.NO_TOKEN, "status_code": 400, "err_type": "BadRequestError"} if token == 5 else None
+        )
