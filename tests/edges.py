@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
+from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.kernels import Reads
 from sglang_freekv.retrieval import Retrieval
 from sglang_freekv.schedule import LAST_STEP
@@ -44,8 +45,15 @@ def attending_before_the_plan(retrieval: Retrieval) -> None:
 
 
 def merging_before_the_correction(retrieval: Retrieval) -> None:
-    """The merge reads shares of corrected kv heads before they are written."""
+    """The merge reads shares of corrected kv heads before they are written. The step keeps its tensors, so that nothing else breaks."""
     _unawaited(retrieval.streams.selection, "correct")
+    decode = retrieval.decode
+
+    def keeping(*args):
+        with mock.patch.object(DecodeStep, "finish", lambda step: step.output):
+            return decode(*args)
+
+    retrieval.decode = keeping
 
 
 def planning_ahead_before_the_merge(retrieval: Retrieval) -> None:
