@@ -10,14 +10,15 @@
 
 ``FRONT`` reads arguments, and ``OPTIONS`` is the part of it that takes FreeKV's. With ``--kv-retrieval none`` its hooks change nothing.
 A hook's docstring begins with its kind: BEFORE, AFTER or AROUND the function of SGLang, or REPLACE for its substitute. ``due`` names what
-calls a hook in every engine: the start of a scheduler passes all of START, and its first step passes all of STEP, or it ends.
+calls a hook in every engine: the start of a scheduler passes all of START, and its first step passes all of STEP, or it ends. The first
+request passes all of REQUEST in the launcher (with a text and by HTTP those of their own too), or it fails, and the start with it.
 """
 
 from __future__ import annotations
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_freekv.scheduler_patch.registry import ATTRIBUTE, START, STEP, Patch
+from sglang_freekv.scheduler_patch.registry import ATTRIBUTE, HTTP_REQUEST, REQUEST, START, STEP, TEXT_REQUEST, Patch
 
 PROCESS_MESSAGES = ("self request is_multimodal", "self request is_multimodal output_constrained")
 
@@ -75,6 +76,7 @@ LAUNCHER = (
     Patch(
         "sglang.srt.managers.tokenizer_manager.ReqState.__init__", None, AFTER, "counts:replace_accumulated",
         "meta_info['freekv'] is a running total, but SGLang appends one item of custom info per token",
+        due=REQUEST,
     ),
     Patch(
         "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request", "self request raw_request",
@@ -85,14 +87,17 @@ LAUNCHER = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request",
         AROUND, "openai_answers:generate_request",
         "meta_info is seen here, and kept for the answer to a request that asks for it",
+        due=REQUEST,
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", "self obj request", BEFORE, "fields:refuse_unanswered",
         "a busy scheduler drops a request that is named like a health check, and its client waits for ever",
+        due=REQUEST,
     ),
     Patch(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "self", AROUND, "fields:normalize",
         "a field of a wrong type or width, or one reserved for SGLang, is a client's mistake and must not end the server",
+        due=REQUEST,
     ),
     Patch(
         "sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", "self", AROUND, "fields:normalize",
@@ -102,11 +107,13 @@ LAUNCHER = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self obj input_text input_ids input_embeds mm_inputs token_type_ids", AROUND, "fields:tokenize",
         "the same for fields that are checked against the model's config; input embeddings are made to share a batch",
+        due=REQUEST,
     ),
     Patch(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request", "self obj",
         AROUND, "mistakes:awaited_as_clients_mistake",
         "an input that cannot be tokenized is a client's mistake",
+        due=TEXT_REQUEST,
     ),
     *(
         Patch(
@@ -152,6 +159,7 @@ LAUNCHER = (
     Patch(
         "fastapi.routing.run_endpoint_function", "dependant values is_coroutine", BEFORE, "mistakes:refuse_parameters",
         "/vertex_generate makes a request of any parameters; SGLang offers no function to hook before that",
+        due=HTTP_REQUEST,
     ),
     Patch(
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._error_response",
@@ -213,12 +221,26 @@ LAUNCHER = (
     Patch(
         "fastapi.routing.solve_dependencies", None, AROUND, "mistakes:awaited_as_clients_mistake",
         "a validator of SGLang expects a dict; on another type it raises an error that FastAPI answers with status 500",
+        due=HTTP_REQUEST,
     ),
     Patch(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog execute_warmup_func launch_callback",
         BEFORE, "mistakes:answer_client_mistakes",
         "a ValueError that an endpoint does not catch is a client's mistake",
+        due=HTTP_REQUEST,
+    ),
+    Patch(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog execute_warmup_func launch_callback",
+        AROUND, "proof:serve",
+        "a server whose warm-up called no hook must not say that it is ready",
+        due=HTTP_REQUEST,
+    ),
+    Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response", "self obj request", AROUND, "proof:wait_for_answer",
+        "the first answer has passed all hooks that a request passes, or it is an error",
+        due=REQUEST,
     ),
 )
 
@@ -318,6 +340,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result", "self batch result", AROUND, "observe:process_batch_result",
         "the canary's faults are acted on before a step's tokens leave; /metrics is updated after it",
+        due=STEP,
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", "self", BEFORE, "observe:rest_when_idle",

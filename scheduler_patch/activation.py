@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import partial
+
 from sglang_freekv import scheduler_patch
 from sglang_freekv.config import BACKEND_NAME
 from sglang_freekv.scheduler_patch import trees
 from sglang_freekv.scheduler_patch.arguments import config_of, mark_launched, refuse_lost_config, resolved, was_launched
+from sglang_freekv.scheduler_patch.proof import Announcement
 from sglang_freekv.scheduler_patch.registry import apply, drift, verify
+
+RUN_SCHEDULER = "run_scheduler_process_func"
+
+
+_announces: list[bool] = []  # not empty in a scheduler whose announcement is looked at
 
 
 def in_launcher(original, cls, server_args, *args, **kwargs):
-    """AROUND the start of the subprocesses: attach the launcher's hooks before, and see afterwards that the scheduler has its own.
+    """AROUND the start of the subprocesses: attach the launcher's hooks before, and have each scheduler prove that it has its own.
 
     Raises:
         Drift: SGLang has changed a function that is hooked, or does not call it any more.
@@ -20,14 +30,19 @@ def in_launcher(original, cls, server_args, *args, **kwargs):
         refuse_lost_config(server_args.attention_backend)
         return original(cls, server_args, *args, **kwargs)
     verify(scheduler_patch.FRONT)
-    settings = resolved(server_args)
-    apply(scheduler_patch.launcher(settings.device))
+    apply(scheduler_patch.launcher(resolved(server_args).device))
     mark_launched(server_args)
-    started = original(cls, server_args, *args, **kwargs)
-    scheduler_infos = started[3].scheduler_infos
-    if settings.dp_size == 1 and not all("freekv" in info for info in scheduler_infos):  # a data-parallel controller sends its own
-        raise drift("sglang.srt.managers.scheduler.Scheduler.get_init_info", "is hooked, but the scheduler started without calling it")
-    return started
+    call = inspect.signature(original).bind(cls, server_args, *args, **kwargs)
+    call.arguments[RUN_SCHEDULER] = partial(run_scheduler, call.arguments[RUN_SCHEDULER])
+    return original(*call.args, **call.kwargs)
+
+
+def run_scheduler(original: Callable[..., None], *args, **kwargs) -> None:
+    """Run a scheduler in this process as SGLang does, but for the pipe by which it says that it is ready."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.arguments["pipe_writer"] = Announcement(call.arguments["pipe_writer"])
+    _announces.append(True)
+    original(*call.args, **call.kwargs)
 
 
 def in_scheduler(server_args, *args, **kwargs) -> None:
@@ -40,6 +55,8 @@ def in_scheduler(server_args, *args, **kwargs) -> None:
         return
     if not was_launched(server_args):
         raise drift("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "is hooked, but this engine started without calling it")
+    if not _announces:
+        raise drift("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", f"did not hand its {RUN_SCHEDULER} on")
     verify(scheduler_patch.FRONT)
     apply(scheduler_patch.scheduler(resolved(server_args).device))
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -10,6 +10,7 @@ from sglang.srt.managers.utils import _async_d2h
 
 from sglang_freekv.counts import RequestCounts
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
+from sglang_freekv.scheduler_patch import registry
 
 KEY = "freekv"
 
@@ -58,6 +59,7 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     """AFTER SGLang has collected a request's custom info for one step: add the step to the counts of request and engine."""
     if (step := getattr(logits_output, KEY, None)) is None:
         return
+    registry.prove(registry.STEP)
     pool = processor.token_to_kv_pool_allocator.get_kvcache()
     if req.customized_info is None:
         req.customized_info = {}

@@ -16,6 +16,7 @@ from sglang_freekv import releases
 from sglang_freekv.config import Refusal
 
 START, STEP = "the start of an engine", "the first step"
+REQUEST, TEXT_REQUEST, HTTP_REQUEST = "the first request", "the first request with a text", "the first request by HTTP"
 ATTRIBUTE = "attribute"  # SGLang's hook on a class would take its place in all modules
 
 
@@ -36,7 +37,7 @@ class Patch:
         why: the reason for the hook.
         since: the first release of SGLang that is hooked; None for every one.
         until: the first release that no longer is; None for none.
-        due: what calls the hook in every engine with KV retrieval, START or STEP; None if nothing needs to.
+        due: what calls the hook in every engine with KV retrieval, one of the words above; None if nothing needs to.
     """
 
     target: str
@@ -137,13 +138,17 @@ def _place(patch: Patch) -> tuple[object, str]:
 
 
 def prove(due: str) -> None:
-    """Raise Drift unless each hook that is due by now has been called in this process. It is asked once; later it returns at once."""
+    """Raise Drift unless each hook that is due by now has been called in this process. Once they were, it returns at once."""
     if due in _proven:
         return
-    _proven.add(due)
     for patch in _registered - _called:
         if patch.due == due:
             raise drift(patch.target, f"is hooked, but {due} did not call it")
+    _proven.add(due)
+
+
+def is_proven(due: set[str]) -> bool:
+    return due <= _proven
 
 
 def drift(target: str, finding: str) -> Drift:

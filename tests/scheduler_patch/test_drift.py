@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sglang
 
 from build_server_args import run
+from room import room_for
 from serving import NEEDLE_MODEL
 from sglang_freekv import releases
+from sglang_freekv.launch.server import free_port
 
 INSTALLED = Path(sglang.__file__).parent
 DRIFTED = {  # the file, the name that another one takes the place of, and the target that is hooked
@@ -25,8 +29,8 @@ DRIFTED = {  # the file, the name that another one takes the place of, and the t
 }
 
 
-def tree_with(folder: Path, file: str, name: str) -> Path:
-    """A folder with SGLang's package, whose files are those installed but for one, in which ``name`` is another name."""
+def tree_with(folder: Path, file: str, change: Callable[[str], str]) -> Path:
+    """A folder with SGLang's package, whose files are those installed but for one, whose text is changed."""
     source, here = INSTALLED, folder / "sglang"
     for part in Path(file).parts:
         here.mkdir()
@@ -34,15 +38,24 @@ def tree_with(folder: Path, file: str, name: str) -> Path:
             if other.name not in (part, "__pycache__"):
                 (here / other.name).symlink_to(other)
         source, here = source / part, here / part
-    here.write_text(source.read_text().replace(name, f"{name}_of_another_release"))
+    here.write_text(change(source.read_text()))
     return folder
+
+
+def renamed(name: str) -> Callable[[str], str]:
+    return lambda text: text.replace(name, f"{name}_of_another_release")
+
+
+def beside(name: str, owner: str) -> Callable[[str], str]:
+    """The method stays, but the file calls another one that does the same."""
+    return lambda text: text.replace(f"self.{name}(", f"self.{name}_itself(") + f"\n\n{owner}.{name}_itself = {owner}.{name}\n"
 
 
 @pytest.fixture(scope="module", params=DRIFTED)
 def drifted(request, tmp_path_factory):
     """What such an SGLang says to some arguments, and the target that has drifted."""
     file, name, target = DRIFTED[request.param]
-    folder = tree_with(tmp_path_factory.mktemp(request.param), file, name)
+    folder = tree_with(tmp_path_factory.mktemp(request.param), file, renamed(name))
     model = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
     command = ["--model-path", str(NEEDLE_MODEL), "--device", "cpu"]
     cases = {
@@ -68,9 +81,20 @@ def test_others_are_served(drifted):
     assert all(outcomes[name]["settings"]["attention_backend"] == "torch_native" for name in outcomes if name.endswith("none"))
 
 
+def test_a_server_that_does_not_call_a_hook_is_never_ready(tmp_path):
+    tree = tree_with(tmp_path, "srt/managers/tokenizer_manager.py", beside("_create_tokenized_object", "TokenizerManager"))
+    command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(NEEDLE_MODEL), "--device", "cpu"]
+    command += ["--kv-retrieval", "freekv", "--max-total-tokens", "8192", "--port", str(free_port())]
+    with room_for(1):
+        done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": str(tree)})
+    said = done.stdout + done.stderr
+    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+    assert done.returncode != 0 and f"{target} is hooked, but the first request did not call it" in said and "fired up" not in said, said
+
+
 def test_the_command_tells_it_of_a_release_that_is_not_installed(tmp_path):
     file, name, target = DRIFTED["scheduler"]
-    done = drift(tree_with(tmp_path, file, name))
+    done = drift(tree_with(tmp_path, file, renamed(name)))
     assert done.returncode == 1 and done.stdout.startswith(
         f"SGLang {releases.INSTALLED} (tested): 1 hook(s) would fail\n  {target}: is not "
     )

@@ -1,0 +1,133 @@
+"""A hook that is attached but not called stops the start: one of the launcher the first answer, one of a scheduler its announcement."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from fastapi import Request
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_freekv import scheduler_patch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.scheduler_patch import activation, proof, registry
+from sglang_freekv.scheduler_patch.arguments import CONFIG
+from sglang_freekv.scheduler_patch.registry import HTTP_REQUEST, REQUEST, TEXT_REQUEST, Drift
+
+PASSED = [patch for patch in scheduler_patch.LAUNCHER if patch.due in (REQUEST, TEXT_REQUEST, HTTP_REQUEST) and patch.concerns()]
+ARGS = SimpleNamespace(**{CONFIG: FreeKVConfig(), "enable_tokenizer_batch_encode": False})
+BY_HTTP = Request({"type": "http"})
+COUNTED = {"completion_tokens": 1, "finish_reason": {"type": "length"}, "freekv": {"decode_steps": 0}}
+
+
+@pytest.fixture(autouse=True)
+def attached(monkeypatch):
+    """All hooks of the launcher are attached, and none has been called."""
+    monkeypatch.setattr(proof, "resolved", lambda server_args: server_args)
+    monkeypatch.setattr(registry, "_registered", set(PASSED))
+    for name in ("_called", "_proven"):
+        monkeypatch.setattr(registry, name, set())
+
+
+def ask(server_args=ARGS, request: Request | None = BY_HTTP, **changes) -> list[dict]:
+    """The answers to a request with a text, the last of which has these changes in its meta_info."""
+
+    async def answers(manager, obj, request):
+        yield {"meta_info": COUNTED | {"finish_reason": None}}
+        yield {"meta_info": {name: value for name, value in (COUNTED | changes).items() if value is not None}}
+
+    async def collect():
+        manager = SimpleNamespace(server_args=server_args)
+        return [answer async for answer in proof.wait_for_answer(answers, manager, GenerateReqInput(text="a"), request)]
+
+    return asyncio.run(collect())
+
+
+def test_what_is_due_is_all_that_a_request_passes():
+    assert {patch.target.rpartition(".")[2] for patch in PASSED} == {
+        "__init__", "generate_request", "normalize_batch_and_arguments", "_create_tokenized_object", "_tokenize_one_request",
+        "_wait_one_response", "_setup_and_run_http_server", "run_endpoint_function", "solve_dependencies",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("missed", PASSED, ids=lambda patch: patch.hook)
+def test_an_answer_that_did_not_pass_a_hook_is_an_error_each_time(missed):
+    registry._called.update(set(PASSED) - {missed})
+    for _ in range(2):
+        with pytest.raises(Drift, match=f"{missed.target} is hooked, but {missed.due} did not call it; use SGLang 0.5.17"):
+            ask()
+    registry._called.add(missed)
+    assert len(ask()) == 2 and registry.is_proven({REQUEST, TEXT_REQUEST, HTTP_REQUEST})
+
+
+def test_an_engine_passes_no_hook_of_the_server():
+    registry._called.update(patch for patch in PASSED if patch.due != HTTP_REQUEST)
+    assert len(ask(request=None)) == 2 and not registry.is_proven({HTTP_REQUEST})
+
+
+def test_an_answer_without_counts_is_an_error():
+    registry._called.update(PASSED)
+    with pytest.raises(Drift, match="_maybe_collect_customized_info is hooked, but an answer came without its counts"):
+        ask(freekv=None)
+
+
+def test_an_aborted_answer_proves_nothing():
+    assert len(ask(freekv=None, finish_reason={"type": "abort"})) == 2 and not registry._proven
+
+
+def test_without_retrieval_nothing_is_asked():
+    assert len(ask(SimpleNamespace(), freekv=None)) == 2
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_server_is_ready_when_its_hooks_were_called(monkeypatch, called):
+    ended, ready = [], []
+    monkeypatch.setattr(proof, "kill_process_tree", ended.append)
+
+    def run(server_args, execute_warmup_func=lambda server_args: True):
+        ready.append(execute_warmup_func(server_args))
+
+    registry._called.update(PASSED if called else ())
+    proof.serve(run, ARGS)
+    assert (ready, len(ended)) == ([called], not called)
+
+
+class Pipe:
+    def __init__(self) -> None:
+        self.sent = []
+
+    def send(self, info: dict) -> None:
+        self.sent.append(info)
+
+
+def scheduler_process(server_args, rank, pipe_writer, info=None):
+    pipe_writer.send(info)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_each_scheduler_says_that_it_is_hooked_or_is_not_ready(rank, monkeypatch):
+    monkeypatch.setattr(activation, "_announces", [])
+    sound, stock = Pipe(), Pipe()
+    activation.run_scheduler(scheduler_process, ARGS, rank, sound, info={"freekv": {}, "status": "ready"})
+    with pytest.raises(Drift, match="get_init_info is hooked, but a scheduler started without calling it"):
+        activation.run_scheduler(scheduler_process, ARGS, rank, stock, {"status": "ready"})
+    assert len(sound.sent) == 1 and not stock.sent
+
+
+def test_the_launcher_hands_its_own_start_of_a_scheduler_on(monkeypatch):
+    monkeypatch.setattr(activation, "verify", lambda patches: None)
+    monkeypatch.setattr(activation, "apply", lambda patches: None)
+    monkeypatch.setattr(activation, "resolved", lambda server_args: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(activation, "_announces", [])
+    args, handed = SimpleNamespace(**{CONFIG: FreeKVConfig()}), []
+
+    def launch(cls, server_args, init_tokenizer_manager_func, run_scheduler_process_func):
+        handed.append(run_scheduler_process_func)
+
+    activation.in_launcher(launch, None, args, None, scheduler_process)
+    with pytest.raises(Drift, match="_launch_subprocesses did not hand its run_scheduler_process_func on"):
+        activation.in_scheduler(args, 0)
+    pipe = Pipe()
+    handed[0](args, 0, pipe, info={"freekv": {}})
+    assert pipe.sent == [{"freekv": {}}] and activation._announces
