@@ -17,6 +17,7 @@ from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.rehearsal import compile_all
 
 
 class FreeKVAttnBackend(AttentionBackend):
@@ -42,6 +43,7 @@ class FreeKVAttnBackend(AttentionBackend):
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self.batch: DecodeBatch | None = None
         self.page_table: torch.Tensor | None = None
+        self.rehearsed = False
         model_runner.capture_tail_hooks.append(self._join)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -87,6 +89,9 @@ class FreeKVAttnBackend(AttentionBackend):
         self._snapshot(rows, seq_lens, self.page_table[:size])
         if in_capture:
             self.batch = DecodeBatch(rows, seq_lens, self.page_table[:size])
+            if not self.rehearsed:  # SGLang captures the largest batch first
+                compile_all(self.retrieval, self.batch, self.req_to_token_pool.req_to_token)
+                self.rehearsed = True
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self.dense.init_forward_metadata_in_graph(forward_batch)

@@ -16,7 +16,7 @@ LAYERS = (  # a module imports from its own line and from those above
     ("kernels", "batch", "counts", "flag", "metrics"),
     ("memory_pool",),
     ("digests", "extend_plan", "options", "policy", "schedule"),
-    ("engine", "decode_step", "retrieval"),
+    ("engine", "decode_step", "rehearsal", "retrieval"),
     ("releases",),
     ("kv_pool",),
     ("backend",),
