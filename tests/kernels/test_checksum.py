@@ -117,7 +117,7 @@ def test_each_unit_has_its_turn():
         turns = range(start, start + 120 * step, step)
         examined = [set(map(tuple, arrived.faults(reference.verify_units, 2 * PAGES, 16, turn=turn)[1:])) for turn in turns]
         assert len(set.union(*examined)) == 2 * PAGES
-        for turn, expected in zip(turns, examined[:24]):
+        for turn, expected in list(zip(turns, examined))[::20]:
             assert set(map(tuple, arrived.faults(verify_units, 2 * PAGES, 16, turn=turn)[1:])) == expected
 
 

@@ -15,6 +15,7 @@ from build_server_args import run
 from room import room_for
 from serving import NEEDLE_MODEL
 from sglang_freekv import releases
+from sglang_freekv.launch import drift
 from sglang_freekv.launch.server import free_port
 
 INSTALLED = Path(sglang.__file__).parent
@@ -83,35 +84,43 @@ def test_others_are_served(drifted):
 
 def test_a_server_that_does_not_call_a_hook_is_never_ready(tmp_path):
     tree = tree_with(tmp_path, "srt/managers/tokenizer_manager.py", beside("_create_tokenized_object", "TokenizerManager"))
-    command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(NEEDLE_MODEL), "--device", "cpu"]
-    command += ["--kv-retrieval", "freekv", "--max-total-tokens", "8192", "--port", str(free_port())]
+    launch = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(NEEDLE_MODEL), "--device", "cpu"]
+    launch += ["--kv-retrieval", "freekv", "--max-total-tokens", "8192", "--port", str(free_port())]
     with room_for(1):
-        done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": str(tree)})
+        done = subprocess.run(launch, text=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": str(tree)})
     said = done.stdout + done.stderr
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
     assert done.returncode != 0 and f"{target} is hooked, but the first request did not call it" in said and "fired up" not in said, said
 
 
-def test_the_command_tells_it_of_a_release_that_is_not_installed(tmp_path):
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The exit status of `sglang_freekv.launch.drift`, and the last lines that it prints."""
+
+    def run(*paths: Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["drift", *map(str, paths)])
+        try:
+            status = drift.main()
+        except SystemExit as exit:
+            status = exit.code
+        said = capsys.readouterr()
+        return status, said.out or said.err
+
+    return run
+
+
+def test_the_command_tells_it_of_a_release_that_is_not_installed(command, tmp_path):
     file, name, target = DRIFTED["scheduler"]
-    done = drift(tree_with(tmp_path, file, renamed(name)))
-    assert done.returncode == 1 and done.stdout.startswith(
-        f"SGLang {releases.INSTALLED} (tested): 1 hook(s) would fail\n  {target}: is not "
-    )
+    status, said = command(tree_with(tmp_path, file, renamed(name)))
+    assert status == 1 and said.startswith(f"SGLang {releases.INSTALLED} (tested): 1 hook(s) would fail\n  {target}: is not ")
 
 
-def test_the_command_finds_nothing_in_the_installed_release():
-    done = drift()
-    assert (done.stdout, done.returncode) == (f"SGLang {releases.INSTALLED} (tested): no hook(s) would fail\n", 0)
+def test_the_command_finds_nothing_in_the_installed_release(command):
+    assert command() == (0, f"SGLang {releases.INSTALLED} (tested): no hook(s) would fail\n")
 
 
-def test_the_command_refuses_what_is_no_release(tmp_path):
+def test_the_command_refuses_what_is_no_release(command, tmp_path):
     wheel = tmp_path / "sglang-0.5.23-py3-none-any.whl"
     wheel.write_text("no archive")
-    done = drift(wheel)
-    assert done.returncode == 2 and "expected a wheel of SGLang, or a folder that holds sglang" in done.stderr.splitlines()[-1]
-
-
-def drift(*paths: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", "-m", "sglang_freekv.launch.drift", *map(str, paths)]
-    return subprocess.run(command, text=True, capture_output=True, timeout=200)
+    status, said = command(wheel)
+    assert status == 2 and "expected a wheel of SGLang, or a folder that holds sglang" in said.splitlines()[-1]
