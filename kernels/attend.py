@@ -151,7 +151,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("A", "N"))
 def _attend_pages(
     p_queries,  # [B, Hq, D]
     p_keys,  # [R * C, S, H, D]
@@ -280,7 +280,7 @@ def _locate(p_slots, p_pages, o_token, last, seq_len, S: tl.constexpr):
     return slot * S + o_token % S, (slot >= 0) & (page * S + o_token % S < seq_len)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("N",))
 def _merge_shares(
     p_parts,  # [B, Hq, N, D]
     p_weights,  # [B, Hq, N], logarithms to base 2

@@ -101,7 +101,7 @@ def _checksum_kernel(
         tl.store(p_checksums + i_page * H + i_head, _sum(p_keys + o_unit, p_values + o_unit, stride_token, S, D, BLOCK_S, BLOCK_D, SPREAD))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M", "layer", "F"))
 def _verify_kernel(
     p_keys,  # [T, H, D]
     p_values,  # [T, H, D]

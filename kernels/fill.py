@@ -36,8 +36,8 @@ def fill_pages(
         source_keys.shape[0],
         *source_keys.stride()[:2],
         *keys.stride()[:3],
+        capacity,
         H=num_heads,
-        C=capacity,
         S=page_size,
         D=head_dim,
         BLOCK_S=triton.next_power_of_2(page_size),
@@ -45,7 +45,7 @@ def fill_pages(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tokens", "C"))
 def _fill_kernel(
     p_source_keys,  # [T, H, D]
     p_source_values,  # [T, H, D]
@@ -61,8 +61,8 @@ def _fill_kernel(
     stride_slot,
     stride_token,
     stride_head,
+    C,
     H: tl.constexpr,
-    C: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,

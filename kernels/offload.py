@@ -40,7 +40,7 @@ def offload_pages(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_units",))
 def _offload_kernel(
     p_keys,  # [T, H, D]
     p_values,  # [T, H, D]

@@ -30,7 +30,7 @@ def snapshot_pages(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_pages", "num_tokens", "token_stride_row", "table_stride_b"))
 def _snapshot_kernel(
     p_req_to_token,  # [R, T]
     p_rows,  # [B]

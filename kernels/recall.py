@@ -60,7 +60,7 @@ def recall_pages(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M",))
 def _recall_kernel(
     p_host,  # [n_page, H, 2, S, D]
     p_length,  # [4]

@@ -64,7 +64,7 @@ def score_pages(
     return logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sink", "window"))
 def _score_pages(
     p_queries,  # [B, Hq, D]
     p_digests,  # [n_page, H, 2, D]

@@ -44,7 +44,7 @@ def stage_pages(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_units",))
 def _stage_kernel(
     p_host,  # [n_page, H, 2, S, D]
     p_host_pages,  # [N]

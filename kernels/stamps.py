@@ -35,7 +35,7 @@ def settle_stamps(stamps: torch.Tensor, rows: torch.Tensor, totals: torch.Tensor
         SAMPLED_STEPS=layout.SAMPLED_STEPS,
         STEPS=layout.STEPS,
         BLOCK_L=triton.next_power_of_2(len(stamps)),
-        BLOCK_B=triton.next_power_of_2(len(rows)),
+        BLOCK_B=max(64, triton.next_power_of_2(len(rows))),  # one kernel for all small batches
         num_warps=1,
     )
 
@@ -74,7 +74,7 @@ def _span(p_stamp, computed, mask):
     return tl.sum(tl.where(b_end > 0, b_end - b_begin, 0), 0), tl.sum(b_wait, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("L", "B", "every"))
 def _settle_stamps(
     p_stamps,  # [L + 1, 3, PLACES]
     p_rows,  # [B]

@@ -146,7 +146,7 @@ def _digest_two_bit(
     tl.store(p_word, b_words, mask=(o_word < S // WORD) & m_d[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sink", "window"))
 def _score_two_bit(
     p_queries,  # [B, Hq, D]
     p_digests,  # [n_page, H, E]

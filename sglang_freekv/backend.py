@@ -109,11 +109,11 @@ class FreeKVAttnBackend(AttentionBackend):
 
     @property
     def _most_pages(self) -> int:
-        """Width of the page table on a GPU, fixed because kernels are compiled and graphs captured for it.
+        """Width of the page table on a GPU, fixed because graphs are captured for it.
 
-        SGLang ends a request before it has ``context_len`` tokens.
+        SGLang ends a request before it has ``context_len`` tokens. Kernels are compiled apart for widths that 16 divides, so all are such.
         """
-        return self._pages(self.context_len - 1)
+        return -(-self._pages(self.context_len - 1) // 16) * 16
 
     def _snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
         """Write the host page of each logical page to ``page_table [B, P]``."""

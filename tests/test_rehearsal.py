@@ -1,0 +1,88 @@
+"""The rehearsal of a start: what is compiled, and which sizes of a server it is compiled for. No GPU is needed, and nothing is compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+REHEARSE = """
+import json
+import sys
+from unittest import mock
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from sglang_freekv import kernels
+from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kernels import follow, score
+from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.memory_pool.store import Store
+from sglang_freekv.memory_pool.transfer import Streams
+from sglang_freekv.policy import POLICIES
+from sglang_freekv.rehearsal import compile_all
+from sglang_freekv.retrieval import Retrieval
+
+driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
+follow.can_follow = score.can_follow = lambda device: True
+torch.Tensor.is_cuda = property(lambda tensor: True)
+
+def kernels_of(context, batch, rows, pages, settings):
+    found = set()
+
+    def note(*, key, fn, **rest):
+        found.add((fn.name.rpartition(".")[2], key))
+        return True  # do not compile it
+
+    config = FreeKVConfig(**settings)
+    policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
+    shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
+    store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers)
+    engine = Retrieval(config, policy, store, streams, kernels.recall_pages, ReferenceExtend())
+    padding = torch.zeros(batch, dtype=torch.int64)
+    table = torch.zeros(batch, -(-context // size // 16) * 16, dtype=torch.int32)
+    knobs.runtime.jit_cache_hook = note
+    try:
+        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+            compile_all(engine, DecodeBatch(padding, padding + 1, table), torch.zeros(rows + 1, context + 4, dtype=torch.int32))
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    return found
+
+first, other = (kernels_of(**sizes) for sizes in json.loads(sys.argv[1]))
+print(json.dumps([sorted(name for name, _ in first), sorted(name for name, _ in other - first)]))
+"""
+
+FIRST = {"context": 131_072, "batch": 32, "rows": 32, "pages": 64}
+OTHER = {"context": 40_000, "batch": 24, "rows": 25, "pages": 81}
+STEP = {"_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
+EXTEND = {"_stage_kernel", "_offload_kernel", "_digest_kernel", "_fill_kernel"}
+SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in registers, and know how many to select
+
+
+@pytest.mark.parametrize(
+    "settings, others, more, most",
+    [
+        ({}, {}, set(), 22),
+        ({"canary": "full", "recall_timing": 100}, {"canary": "full", "recall_timing": 48},
+         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 28),
+        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 22),
+    ],
+    ids=["sizes", "canary and timing", "budget"],
+)  # fmt: skip
+def test_a_start_of_other_sizes_compiles_only_what_selects_anew(settings, others, more, most):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    sizes = json.dumps([FIRST | {"settings": settings}, OTHER | {"settings": others}])
+    done = subprocess.run([sys.executable, "-P", "-c", REHEARSE, sizes], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, new = json.loads(done.stdout.splitlines()[-1])
+    assert set(first) == STEP | EXTEND | more | set(SELECTING) and len(first) <= most
+    assert new == SELECTING
