@@ -135,7 +135,7 @@ def test_whoever_stands_behind_a_request_that_gives_up_is_let_in(server):
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(server, prompts):
     most = POOL - 2 * PAGE  # a page for the first token, and the one that admission reserves
-    for length in (most + 1, 2 * POOL):
+    for length in (most + 1, most + PAGE, most + PAGE + PAGE // 2, 2 * POOL):
         with pytest.raises(RuntimeError, match=rf"answered 400.*\({length} tokens\).*\({most + 1} tokens\)"):
             server.generate([7] * length, 4)
     with pytest.raises(RuntimeError, match=r"answered 400.*1000200.*\d{4}"):

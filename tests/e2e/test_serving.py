@@ -13,7 +13,7 @@ import sglang as sgl
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.needle import tasks
-from serving import HEAD_DIM, KV_HEADS, LAYERS, freekv
+from serving import HEAD_DIM, KV_HEADS, LAYERS
 from sglang_freekv.metrics import METRICS
 
 ARGUMENTS = {
@@ -202,14 +202,3 @@ def test_bad_requests_are_answered_and_the_server_stays(fleet, bad):
     with pytest.raises(RuntimeError, match="answered 4|answered 5"):
         fleet.small.post("/generate", bad | {"sampling_params": {"max_new_tokens": 4}})
     assert fleet.small.generate([5, 6, 7, 8], 4)["output_ids"]
-
-
-def test_a_prompt_that_fills_the_pool_is_served_or_refused_but_never_waits_for_ever(serve):
-    pool = 2048
-    with serve(freekv(256) | {"--max-total-tokens": pool}) as (server,):
-        prompt = [7] * (pool - 2 * 32)
-        assert len(server.generate(prompt, 8)["output_ids"]) > 0
-        for longer in (1, 32, 57):
-            with pytest.raises(RuntimeError, match="answered 400"):
-                server.generate(prompt + [7] * longer, 8)
-        assert len(server.generate(prompt[:64], 8)["output_ids"]) == 8
