@@ -21,7 +21,7 @@ def hand_over() -> None:
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(
             "No module named 'kernels': expected Hugging Face's `kernels`, which SGLang installs, but found only the directory of "
-            "that name in the current checkout, which is sglang_freekv.kernels; run `pip install sglang==0.5.17`",
+            "that name in the current checkout, which is sglang_freekv.kernels; run `pip install sglang==0.5.23`",
             name="kernels",
         )
     sys.modules["kernels"] = module = module_from_spec(spec)

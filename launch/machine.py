@@ -7,9 +7,12 @@ import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
+from packaging.version import Version
+
+from sglang_freekv import releases
 from sglang_freekv.launch.finding import Finding, size
 from sglang_freekv.launch.gpu import Gpu
 from sglang_freekv.memory_pool import host_memory
@@ -83,15 +86,14 @@ class Machine:
         return Finding("driver", f"NVIDIA {found[0]}" if found else "unknown" if self.gpu.present else "none")
 
     def _package(self, name: str, package: str) -> Finding:
-        pinned = _requirement(package)
         try:
             found = version(package)
         except PackageNotFoundError:
             if package == "flashinfer-python" and not self.gpu.present:
                 return Finding(name, "not installed; only a server on a GPU needs it")
-            return Finding(name, "not installed", f"`pip install {package}{'==' * bool(pinned)}{pinned or ''}`", stops=True)
-        if pinned and found.split("+")[0] != pinned:
-            return Finding(name, found, f"expected {pinned}: `pip install {package}=={pinned}`", stops=True)
+            return Finding(name, "not installed", releases.INSTALL if name == "sglang" else f"`pip install {package}`", stops=True)
+        if name == "sglang" and Version(found).public not in releases.TESTED:
+            return Finding(name, found, f"expected {' or '.join(releases.TESTED)}, which were tested: {releases.INSTALL}", stops=True)
         return Finding(name, found)
 
     def _plugin(self) -> Finding:
@@ -176,15 +178,6 @@ class Machine:
         for name, rate in zip(names, rates):
             value = f"{rate / 1e9:.1f} GB/s in pinned copies of {size(COPIED_BYTES)}"
             yield Finding(name, value, figures={"bytes_per_s": rate})
-
-
-def _requirement(package: str) -> str | None:
-    """The version of ``package`` that sglang_freekv requires; None if any will do."""
-    try:
-        lines = requires("sglang-freekv") or []
-    except PackageNotFoundError:
-        return None
-    return next((line.partition("==")[2] for line in lines if line.startswith(f"{package}==")), None)
 
 
 def _first_line(error: Exception) -> str:

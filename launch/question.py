@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 
 from sglang_freekv import options as freekv
+from sglang_freekv import releases
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.launch import cards, server_flags
 from sglang_freekv.launch.checkpoint import Checkpoint
@@ -76,7 +77,7 @@ class Question:
         """
         asked = make_parser().parse_args(argv)
         if asked.model_path is not None and find_spec("sglang") is None:
-            raise Refusal("sglang: expected it to be installed, for its rules decide on a model, found none; `pip install sglang==0.5.17`")
+            raise Refusal(f"sglang: expected it to be installed, for its rules decide on a model, found none; {releases.INSTALL}")
         server = argparse.Namespace(**{name: getattr(asked, name, None) for name in server_flags.NAMES})
         _refuse_idle(asked)
         for name, least in (("requests", 1), ("gpus", 1), ("tp_size", 1), ("context_length", 1), ("max_running_requests", 1),

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sglang_freekv import releases
 from sglang_freekv.config import Refusal, typed
 
 NAMES = (
@@ -57,15 +58,15 @@ def add_to(group: argparse._ArgumentGroup) -> None:
     """Add the flags to ``group``. They are read from SGLang's source, because importing it takes seconds. Without SGLang none is added.
 
     Raises:
-        Refusal: SGLang's ServerArgs lacks a flag, so it is not version 0.5.17.
+        Refusal: SGLang's ServerArgs lacks a flag, so it is none of the tested releases.
     """
     package = find_spec("sglang")
     if package is None:
         return
-    declared, lists = _declarations(Path(package.submodule_search_locations[0]) / "srt/server_args.py")
+    declared, lists = _declarations(Path(package.submodule_search_locations[0]) / "srt")
     for name in NAMES:
         if name not in declared:
-            raise Refusal(f"{typed(name)}: SGLang's ServerArgs has no such option, expected that of 0.5.17; `pip install sglang==0.5.17`")
+            raise Refusal(f"{typed(name)}: SGLang's ServerArgs has no such option, expected that of {releases.NEWEST}; {releases.INSTALL}")
         kind, facts = declared[name]
         named = facts.get("choices")
         choices = lists.get(named.id) if isinstance(named, ast.Name) else named and ast.literal_eval(named)
@@ -76,21 +77,22 @@ def add_to(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def _declarations(source: Path) -> tuple[dict[str, tuple[str, dict[str, Any]]], dict[str, list]]:
-    """The flags in ``NAMES`` that the module ``source`` declares, and the module's lists of constants.
+def _declarations(srt: Path) -> tuple[dict[str, tuple[str, dict[str, Any]]], dict[str, list]]:
+    """The flags in ``NAMES`` that ServerArgs has, and the lists of constants beside them.
 
+    ServerArgs declares them itself, or collects them from the classes in ``arg_groups/fields``, whose lists are in ``choices.py``.
     A flag's name maps to its type and to the keywords of its annotation.
     """
-    module: Any = ast.parse(source.read_text())
+    files = [srt / "server_args.py", *srt.glob("arg_groups/choices.py"), *srt.glob("arg_groups/fields/*.py")]
+    statements: list[Any] = [node for file in files for node in ast.parse(file.read_text()).body]
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
-        for node in module.body
+        for node in statements
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List) and all(isinstance(e, ast.Constant) for e in node.value.elts)
     }
-    [server_args] = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs")
     declared: dict[str, tuple[str, dict[str, Any]]] = {}
-    for node in server_args.body:
-        if isinstance(node, ast.AnnAssign) and node.target.id in NAMES:
+    for node in (node for owner in statements if isinstance(owner, ast.ClassDef) for node in owner.body):
+        if isinstance(node, ast.AnnAssign) and node.target.id in NAMES and isinstance(node.annotation, ast.Subscript):
             kind, about, *_ = node.annotation.slice.elts
             facts = {"help": about} if not isinstance(about, ast.Call) else {word.arg: word.value for word in about.keywords}
             declared[node.target.id] = re.sub(r"Optional\[(\w+)\]", r"\1", ast.unparse(kind)), facts

@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# Installs the package, and all that its tests and its demo need, into .venv of the checkout.
-# If this has been done, it returns at once. It needs no environment variable. Its log is .out/setup.log.
+# Installs the package, SGLang, and all that the tests and the demo need, into an environment of the checkout:
+#   bash launch/setup.sh            # .venv, with the newest release of SGLang that is tested
+#   bash launch/setup.sh 0.5.17     # .venv-0.5.17, with an older one
+# If this has been done, it returns at once. It needs no environment variable. Its log is .out/setup.log, or .out/setup-0.5.17.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environments.sh
 
-venv=$PWD/.venv
-log=$PWD/.out/setup.log
+release=${1:-$newest}
+name=$(environment_of "$release")
+venv=$PWD/$name
+log=$PWD/.out/setup${name#.venv}.log
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))'
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -63,7 +68,7 @@ quietly() {
   while kill -0 "$pid" 2>/dev/null; do
     sleep 1
     if ((SECONDS - started >= beat)); then
-      say "  $((SECONDS - started)) s, .venv holds $(size_of "$venv"): $(last_step)"
+      say "  $((SECONDS - started)) s, $name holds $(size_of "$venv"): $(last_step)"
       beat=$((beat + 15))
     fi
   done
@@ -94,11 +99,12 @@ pip_install() {
   rm -rf "$venv/tmp"
 }
 
+is_tested "$release" || fail "SGLang $release: expected one of the tested releases, which are ${tested[*]}; name one of them, or none"
 mkdir -p .out
-exec 9>.out/setup.lock
-flock -n 9 || { say "another setup is running in this checkout; waiting for it" && flock 9; }
+exec 9>"${log%.log}.lock"
+flock -n 9 || { say "another setup of $name is running in this checkout; waiting for it" && flock 9; }
 
-wanted="$(sha256sum pyproject.toml launch/setup.sh | sha256sum) $PWD"
+wanted="$release $(sha256sum pyproject.toml launch/setup.sh | sha256sum) $PWD"
 if [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c "$supported" 2>/dev/null; then
   exit 0
 fi
@@ -111,12 +117,13 @@ packages=($(missing_packages "$python"))
 ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
 if [ ! -x "$venv/bin/python" ]; then
   python=$(find_python) || fail "Python 3.11 or 3.12 is needed, found $(python3 --version 2>&1); install one and run this again," \
-    "or make the environment yourself, for example: uv venv --seed --python 3.12 .venv"
-  quietly "making .venv with $("$python" --version)" "$python" -m venv "$venv"
+    "or make the environment yourself, for example: uv venv --seed --python 3.12 $name"
+  quietly "making $name with $("$python" --version)" "$python" -m venv "$venv"
 fi
 "$venv/bin/python" -c "$supported" ||
   fail "$venv has $("$venv/bin/python" --version 2>&1), expected 3.11 or 3.12; remove that directory and run this again"
 pip_install "updating pip" --upgrade 'pip>=24'
-pip_install "installing sglang-freekv and SGLang 0.5.17: a download of 4 GB, 9 GB on disk, 13 GB while it runs" --editable '.[test]'
+pip_install "installing sglang-freekv and SGLang $release: a download of 4 GB, 9 GB on disk, 13 GB while it runs" \
+  --editable '.[test]' "sglang==$release"
 printf '%s' "$wanted" >"$venv/installed"
 say "done in $((SECONDS - started)) s"

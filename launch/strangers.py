@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sglang_freekv import releases
 from sglang_freekv.config import Refusal
 
 DEADLINE_S = 20  # for reading a config or building its model without weights; large published models take about 1 s
@@ -55,7 +56,7 @@ def strange(file: Path) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise Refusal(
-            f"{file}: expected a config that SGLang 0.5.17 and its transformers take without code of the model's own, and they say "
+            f"{file}: expected a config that SGLang {releases.INSTALLED} and its transformers take without code of the model's own, and they say "
             f"{type(error).__name__}: {' '.join(lines[:2])[:240]}; give that of a model that SGLang serves"
         ) from None
     finally:

@@ -1,36 +1,72 @@
 #!/usr/bin/env bash
-# Sets up .venv if it is absent, and runs the test suite. Arguments go to pytest:
-#   bash launch/test.sh -k packaging -x
-# Without arguments two lanes run side by side, because a server leaves a core idle most of the time.
-# The output of the second lane is printed at the end. A server of the tests takes 3 GiB.
-# The first lane has one to four servers at a time. The second lane has none at first, then one or two. Both wait for room (tests/room.py).
+# Sets up what is absent, and runs the tests. A release of SGLang and arguments for pytest may be given:
+#   bash launch/test.sh                               # everything
+#   bash launch/test.sh -k packaging -x               # what pytest selects, on the newest release that is tested
+#   bash launch/test.sh 0.5.17 tests/e2e -k canary    # the same on an older one
+# Without arguments the newest release has the whole suite, and an older one its hooks and what is marked both_releases.
+# Two lanes take parts from one list, because a server leaves a core idle most of the time. An older release is installed beside them.
+# A part is printed when it ends, and the faults and last lines of all are printed in the end. A server takes 3 GiB.
+# Part fleet has three or four servers, pairs two, unit none, and the others one. They wait for room (tests/room.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environments.sh
+
+if [ $# -gt 0 ]; then
+  release=$newest
+  if [[ $1 =~ ^[0-9][0-9.]*$ ]]; then
+    release=$1
+    shift
+  fi
+  bash launch/setup.sh "$release"
+  exec "$(environment_of "$release")/bin/python" -P -m pytest --durations=15 "$@"
+fi
+
+# Prints a line a part: its name, its release, and arguments for pytest. Fleet and unit go first, because one of them needs no server.
+parts() {
+  local release
+  echo "fleet $newest tests/e2e -m fleet"
+  echo "unit $newest --ignore=tests/e2e"
+  echo "servers $newest tests/e2e -m 'not fleet and not two_servers'"
+  echo "pairs $newest tests/e2e -m two_servers"
+  for release in "${older[@]}"; do
+    echo "fleet-$release $release tests/e2e -m 'both_releases and fleet'"
+    echo "servers-$release $release tests/e2e -m 'both_releases and not fleet and not two_servers'"
+    echo "pairs-$release $release tests/e2e -m 'both_releases and two_servers'"
+    echo "hooks-$release $release tests/scheduler_patch"
+  done
+}
+
+# Runs a part. It fails if the part does, whatever ended it.
+run() {
+  local name=$1 release=$2 log=$logs/$1.log status=0
+  shift 2
+  {
+    bash launch/setup.sh "$release" &&
+      "$(environment_of "$release")/bin/python" -P -m pytest --durations=15 -p no:cacheprovider "$@"
+  } >"$log" 2>&1 || status=$?
+  {
+    flock 9
+    printf '\n==== %s\n' "$name"
+    cat "$log"
+    printf '==== %s ends with exit status %s\n' "$name" "$status"
+  } 9<"$logs"
+  [ "$status" = 0 ]
+}
+
+older=("${tested[@]::${#tested[@]}-1}") logs=.out/tests status=0
+rm -rf "$logs"
+mkdir -p "$logs"
 bash launch/setup.sh
-
-pytest=(.venv/bin/python -P -m pytest --durations=15)
-[ $# -eq 0 ] || exec "${pytest[@]}" "$@"
-
-pytest+=(-p no:cacheprovider)
-first() {
-  local status=0
-  "${pytest[@]}" tests/e2e -m fleet || status=$?
-  "${pytest[@]}" tests/e2e -m "not fleet and not two_servers" || status=$?
-  return "$status"
-}
-second() {
-  local status=0
-  "${pytest[@]}" --ignore=tests/e2e || status=$?
-  "${pytest[@]}" tests/e2e -m two_servers || status=$?
-  return "$status"
-}
-
-log=.out/tests.log status=0
-set -m  # makes the second lane a process group, which one signal ends
-second >"$log" 2>&1 &
-beside=$!
-trap 'kill -- "-$beside" 2>/dev/null || true' EXIT
-first || status=$?
-wait "$beside" || status=$?
-cat "$log"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+for release in "${older[@]}"; do
+  bash launch/setup.sh "$release" >"$logs/setup-$release.out" 2>&1 &
+done
+export newest logs
+export -f environment_of run
+parts | xargs -L 1 -P 2 bash -c 'run "$@"' run || status=$?
+printf '\n==== All parts\n'
+grep -hE '^(FAILED|ERROR) ' "$logs"/*.log || true
+for log in "$logs"/*.log; do
+  printf '%-16s %s\n' "$(basename "$log" .log)" "$(tail -n 1 "$log")"
+done
 exit "$status"

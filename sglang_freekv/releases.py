@@ -6,12 +6,14 @@ No other file compares releases or asks whether a symbol is there. A hook whose 
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from packaging.version import Version
 
-TESTED = ("0.5.17", "0.5.23")
+TESTED = ("0.5.17", "0.5.23")  # launch/environments.sh reads this line
+NEWEST = TESTED[-1]
+INSTALL = f"`pip install sglang=={NEWEST}`"
 
 NEW, GONE = False, True
 
@@ -61,7 +63,15 @@ DIFFERENCES = {
 }
 # fmt: on
 
-INSTALLED = Version(version("sglang"))
+
+def _installed() -> Version:
+    try:
+        return Version(version("sglang"))
+    except PackageNotFoundError:  # the doctor works without SGLang, and tells that it is missing
+        return Version("0")
+
+
+INSTALLED = _installed()
 
 
 def has(name: str) -> bool:

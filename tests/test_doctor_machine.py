@@ -118,7 +118,7 @@ def test_what_is_not_installed_stops_a_server(make_machine, ask, monkeypatch):
     answer = ask(make_machine(FakeGpu()))
     code, found = answer.code, answer.found
     assert code == 1 and not found["torch"].stops
-    assert found["sglang"].remedy == "expected 0.5.17: `pip install sglang==0.5.17`"
+    assert found["sglang"].remedy == "expected 0.5.17 or 0.5.23, which were tested: `pip install sglang==0.5.23`"
     assert found["flashinfer"].remedy == "`pip install flashinfer-python`"
     assert found["plugin"].remedy == machine_module.INSTALL
     assert answer.report["verdict"] == "these would stop a server: sglang, flashinfer, plugin"

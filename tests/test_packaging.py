@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from sglang_freekv.releases import NEWEST, TESTED
+
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
@@ -114,6 +116,36 @@ def test_what_is_imported_is_declared():
     assert imported(*DIRECTORIES.values()) == declared
     extras = [text for texts in PYPROJECT["project"]["optional-dependencies"].values() for text in texts]
     assert imported("benchmarks", "examples", "tests") <= declared | {canonicalize_name(Requirement(text).name) for text in extras}
+
+
+def test_every_release_that_is_tested_may_be_installed():
+    [sglang] = [Requirement(text) for text in PYPROJECT["project"]["dependencies"] if Requirement(text).name == "sglang"]
+    assert str(sglang.specifier) == f"<0.6,>={TESTED[0]}" and all(release in sglang.specifier for release in TESTED)
+
+
+def test_commands_that_are_told_install_the_newest_release_that_is_tested():
+    files = [
+        file
+        for folder in (*DIRECTORIES.values(), "benchmarks", "docs", "deploy", ".")
+        for file in (ROOT / folder).glob("*.*")
+        if file.suffix in (".py", ".md")
+    ]
+    told = {(file.name, release) for file in files for release in re.findall(r"\bsglang==([\d.]*\d)", file.read_text())}
+    only_the_older_one_has_it = {("evaluators.py", "0.5.17")}
+    assert ("_shadow.py", NEWEST) in told and {release for _, release in told - only_the_older_one_has_it} == {NEWEST}
+
+
+def test_the_scripts_read_which_releases_are_tested():
+    read = "source launch/environments.sh && echo ${tested[*]} && for release in ${tested[*]}; do environment_of $release; done"
+    done = subprocess.run(["bash", "-euc", read], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [" ".join(TESTED), *(f".venv-{release}" for release in TESTED[:-1]), ".venv"]
+
+
+def test_a_release_that_is_not_tested_is_not_installed():
+    done = subprocess.run(["bash", "launch/setup.sh", "0.5.20"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"setup: SGLang 0.5.20: expected one of the tested releases, which are {TESTED[0]}"
+    )
 
 
 def test_the_tree_is_small_enough_to_be_moved():
