@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from sglang_freekv.releases import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"benchmarks": "benchmarks", "examples": "examples", "launch": "sglang_freekv.launch"}
@@ -54,3 +58,33 @@ def told() -> dict[str, tuple]:
 def test_every_program_explains_itself(told, program):
     status, text = told[program]
     assert status == 0 and "--help" in text, f"{status}\n{text[-500:]}"
+
+
+PYTEST = """#!/usr/bin/env bash
+echo "asked: $*"
+[[ $* == *"$FAILING"* ]] || { echo '== 1 passed =='; exit 0; }
+echo 'FAILED tests/test_it.py'; echo '== 1 failed =='; exit 1
+"""
+
+
+@pytest.mark.parametrize("failing, status", [("nothing", 0), ("tests/scheduler_patch", 123), ("--ignore=tests/e2e", 123)])
+def test_a_part_that_fails_fails_the_whole_run_and_ends_no_other(tmp_path, monkeypatch, failing, status):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "sglang_freekv").mkdir()
+    for file in ("launch/test.sh", "launch/environments.sh", "sglang_freekv/releases.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    (tmp_path / "launch" / "setup.sh").write_text("")
+    for name in (".venv", *(f".venv-{release}" for release in TESTED[:-1])):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(PYTEST)
+        python.chmod(0o755)
+    monkeypatch.setenv("FAILING", failing)
+    done = subprocess.run(["bash", "launch/test.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stdout + done.stderr
+    _, told = done.stdout.split("==== All parts\n")
+    names = [f"{part}{suffix}" for suffix in ("", *(f"-{release}" for release in TESTED[:-1])) for part in ("fleet", "servers", "pairs")]
+    names += ["unit", *(f"hooks-{release}" for release in TESTED[:-1])]
+    assert {line.split()[0] for line in told.splitlines() if "==" in line} == set(names)
+    assert told.count("== 1 passed ==") == len(names) - bool(status) and told.count("FAILED tests/test_it.py") == bool(status)
+    assert len(re.findall(r"^asked: -P -m pytest ", done.stdout, re.MULTILINE)) == len(names)
