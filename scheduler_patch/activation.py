@@ -38,8 +38,13 @@ def in_launcher(original, cls, server_args, *args, **kwargs):
 
 
 def run_scheduler(original: Callable[..., None], *args, **kwargs) -> None:
-    """Run a scheduler in this process as SGLang does, but for the pipe by which it says that it is ready."""
-    call = inspect.signature(original).bind(*args, **kwargs)
+    """Run a scheduler in this process as SGLang does, but for the pipe by which it says that it is ready.
+
+    ``original`` may be a caller's own, which takes what SGLang's takes, by whatever names.
+    """
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    call = inspect.signature(run_scheduler_process).bind(*args, **kwargs)
     call.arguments["pipe_writer"] = Announcement(call.arguments["pipe_writer"])
     _announces.append(True)
     original(*call.args, **call.kwargs)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.scheduler import run_scheduler_process
 
 from sglang_freekv import scheduler_patch
 from sglang_freekv.config import FreeKVConfig
@@ -101,17 +104,22 @@ class Pipe:
         self.sent.append(info)
 
 
-def scheduler_process(server_args, rank, pipe_writer, info=None):
-    pipe_writer.send(info)
+BETWEEN = list(inspect.signature(run_scheduler_process).parameters).index("pipe_writer") - 1  # arguments between server_args and the pipe
+
+
+def scheduler_process(info: dict, *args):
+    """A caller's own, with no names for its arguments."""
+    args[1 + BETWEEN].send(info)
 
 
 @pytest.mark.parametrize("rank", range(2))
 def test_each_scheduler_says_that_it_is_hooked_or_is_not_ready(rank, monkeypatch):
     monkeypatch.setattr(activation, "_announces", [])
     sound, stock = Pipe(), Pipe()
-    activation.run_scheduler(scheduler_process, ARGS, rank, sound, info={"freekv": {}, "status": "ready"})
+    between = [rank] * BETWEEN
+    activation.run_scheduler(partial(scheduler_process, {"freekv": {}, "status": "ready"}), ARGS, *between, sound)
     with pytest.raises(Drift, match="get_init_info is hooked, but a scheduler started without calling it"):
-        activation.run_scheduler(scheduler_process, ARGS, rank, stock, {"status": "ready"})
+        activation.run_scheduler(partial(scheduler_process, {"status": "ready"}), ARGS, *between, stock)
     assert len(sound.sent) == 1 and not stock.sent
 
 
@@ -125,9 +133,9 @@ def test_the_launcher_hands_its_own_start_of_a_scheduler_on(monkeypatch):
     def launch(cls, server_args, init_tokenizer_manager_func, run_scheduler_process_func):
         handed.append(run_scheduler_process_func)
 
-    activation.in_launcher(launch, None, args, None, scheduler_process)
+    activation.in_launcher(launch, None, args, None, partial(scheduler_process, {"freekv": {}}))
     with pytest.raises(Drift, match="_launch_subprocesses did not hand its run_scheduler_process_func on"):
         activation.in_scheduler(args, 0)
     pipe = Pipe()
-    handed[0](args, 0, pipe, info={"freekv": {}})
+    handed[0](args, *[0] * BETWEEN, pipe)
     assert pipe.sent == [{"freekv": {}}] and activation._announces
