@@ -58,6 +58,11 @@ class Model:
         _expect_transformers_takes(checkpoint)
         with quiet():
             from sglang.srt.configs.model_config import ModelConfig
+            from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+            from sglang.srt.layers.quantization.gptq import GPTQMarlinConfig
+            from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+        for method, on_gpu in {"gptq": GPTQMarlinConfig, "mxfp4": Mxfp4Config}.items():
+            QUANTIZATION_METHODS.setdefault(method, on_gpu)  # SGLang leaves them out where the doctor finds no GPU
         with strange(checkpoint.file), _copied(checkpoint) as directory:
             config = ModelConfig(str(directory), trust_remote_code=False, model_override_args=overrides, **flags)
             description = config._parse_quant_hf_config()

@@ -54,6 +54,7 @@ QUANTISED = {  # quantization_config, and the bytes of the matrices by hand
         compressed("mxfp4-pack-quantized", group(4, "float", group_size=32)),
         ELEMENTS // 2 + ELEMENTS // 32,
     ),
+    "mxfp4, of experts alone": ({"quant_method": "mxfp4"}, 2 * ELEMENTS),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
         ELEMENTS // 2 + ELEMENTS // 128 * 2 + ELEMENTS // 128 // 2,
