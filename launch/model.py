@@ -66,6 +66,8 @@ class Model:
         with strange(checkpoint.file), _copied(checkpoint) as directory:
             config = ModelConfig(str(directory), trust_remote_code=False, model_override_args=overrides, **flags)
             description = config._parse_quant_hf_config()
+            if config.quantization == "gptq" and QUANTIZATION_METHODS["gptq"] is GPTQMarlinConfig:
+                _expect_marlin_takes(description, list(GPTQMarlinConfig.TYPE_MAP))
         config._parse_quant_hf_config = lambda: description  # SGLang would read files of the copy, which is deleted
         model = cls(checkpoint, config, server)
         model._expect_numbers()
@@ -225,6 +227,15 @@ class Model:
             raise Refusal(
                 f"{self.checkpoint.file}: expected {name}, a whole number of 1 to {most}, found {str(value)[:80]}; give the model's own"
             )
+
+
+def _expect_marlin_takes(description: dict[str, Any], served: list[tuple[int, bool]]) -> None:
+    """Raise Refusal for GPTQ weights that SGLang serves on no GPU: those of other (bits, sym) than ``served``."""
+    if (found := (description.get("bits"), description.get("sym"))) not in served:
+        raise Refusal(
+            f"quantization_config: GPTQ with (bits, sym) {found}, expected one of {served}, which SGLang serves on a GPU; use a checkpoint "
+            "with one of these, or SGLang 0.5.17"
+        )
 
 
 def _expect_transformers_takes(checkpoint: Checkpoint) -> None:

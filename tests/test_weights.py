@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from made_up import model_file
 from sglang_freekv.config import GIB
+from sglang_freekv.releases import is_since
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000, "num_attention_heads": 4, "head_dim": 64,
          "num_key_value_heads": 2}  # fmt: skip
@@ -75,6 +76,15 @@ def test_a_quantised_checkpoint_at_its_true_size(ask, tmp_path, method):
     description, matrices = QUANTISED[method]
     answer = ask(None, "--model-path", model_file(tmp_path, SMALL | {"quantization_config": description}), "--gpu", 8)
     assert answer.found["weights"].figures["bytes"] == matrices + REST, answer.err
+
+
+def test_gptq_weights_that_sglang_serves_no_more_are_refused(ask, tmp_path):
+    symmetric, _ = QUANTISED["gptq"]
+    answer = ask(None, "--model-path", model_file(tmp_path, SMALL | {"quantization_config": symmetric | {"sym": False}}), "--gpu", 8)
+    if is_since("0.5.23"):
+        assert "GPTQ with (bits, sym) (4, False), expected one of [(4, True), (8, True)]" in answer.err
+    else:
+        assert answer.found["weights"].figures["bytes"]
 
 
 def test_modules_that_are_left_out_keep_the_models_dtype(ask, tmp_path):
