@@ -57,13 +57,17 @@ older=("${tested[@]::${#tested[@]}-1}") logs=.out/tests status=0
 rm -rf "$logs"
 mkdir -p "$logs"
 bash launch/setup.sh
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+set -m  # a background job is a process group, which one signal ends
+trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 for release in "${older[@]}"; do
   bash launch/setup.sh "$release" >"$logs/setup-$release.out" 2>&1 &
 done
 export newest logs
 export -f environment_of run
-parts | xargs -L 1 -P 2 bash -c 'run "$@"' run || status=$?
+parts | xargs -L 1 -P 2 bash -c 'run "$@"' run &
+wait "$!" || status=$?
 printf '\n==== All parts\n'
 grep -hE '^(FAILED|ERROR) ' "$logs"/*.log || true
 for log in "$logs"/*.log; do

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from serving import wait_until
 from sglang_freekv.releases import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,18 +69,35 @@ echo 'FAILED tests/test_it.py'; echo '== 1 failed =='; exit 1
 """
 
 
+def checkout(directory: Path, python: str) -> Path:
+    """What ``launch/test.sh`` needs of a checkout, where each environment's Python is this script."""
+    (directory / "launch").mkdir()
+    (directory / "sglang_freekv").mkdir()
+    for file in ("launch/test.sh", "launch/environments.sh", "sglang_freekv/releases.py"):
+        shutil.copy(ROOT / file, directory / file)
+    (directory / "launch" / "setup.sh").write_text("")
+    for name in (".venv", *(f".venv-{release}" for release in TESTED[:-1])):
+        program = directory / name / "bin" / "python"
+        program.parent.mkdir(parents=True)
+        program.write_text(python)
+        program.chmod(0o755)
+    return directory
+
+
+def test_a_signal_ends_the_parts_that_run(tmp_path):
+    checkout(tmp_path, "#!/usr/bin/env bash\necho $$ >>started\nexec sleep 300\n")
+    running, started = subprocess.Popen(["bash", "launch/test.sh"], cwd=tmp_path, stdout=subprocess.DEVNULL), tmp_path / "started"
+    wait_until(lambda: started.exists() and len(started.read_text().split()) == 2)
+    running.terminate()
+    assert running.wait(30) == 143
+    parts = [int(pid) for pid in started.read_text().split()]
+    wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in parts))
+    assert len(started.read_text().split()) == 2
+
+
 @pytest.mark.parametrize("failing, status", [("nothing", 0), ("tests/scheduler_patch", 123), ("--ignore=tests/e2e", 123)])
 def test_a_part_that_fails_fails_the_whole_run_and_ends_no_other(tmp_path, monkeypatch, failing, status):
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "sglang_freekv").mkdir()
-    for file in ("launch/test.sh", "launch/environments.sh", "sglang_freekv/releases.py"):
-        shutil.copy(ROOT / file, tmp_path / file)
-    (tmp_path / "launch" / "setup.sh").write_text("")
-    for name in (".venv", *(f".venv-{release}" for release in TESTED[:-1])):
-        python = tmp_path / name / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text(PYTEST)
-        python.chmod(0o755)
+    checkout(tmp_path, PYTEST)
     monkeypatch.setenv("FAILING", failing)
     done = subprocess.run(["bash", "launch/test.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stdout + done.stderr
