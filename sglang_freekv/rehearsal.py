@@ -14,15 +14,15 @@ from sglang_freekv.retrieval import Retrieval
 
 def compile_all(retrieval: Retrieval, batch: DecodeBatch, req_to_token: torch.Tensor) -> None:
     """Compile, in parallel, the kernels of all that a server does whose largest batch is ``batch``. Arguments are as of ``rehearse``."""
-    from sglang_freekv.kernels.compile_ahead import compile_ahead  # Triton needs a GPU
+    from sglang_freekv.kernels.compilation import compile_in_parallel  # Triton needs a GPU
 
-    compile_ahead(lambda: rehearse(retrieval, batch, req_to_token))
+    compile_in_parallel(lambda: rehearse(retrieval, batch, req_to_token))
 
 
 def rehearse(retrieval: Retrieval, batch: DecodeBatch, req_to_token: torch.Tensor) -> None:
     """One extend, and decode steps of all kinds of batches up to ``batch``, all of padding in the first layer.
 
-    Under ``compile_ahead`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
+    Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
 
     Args:
         batch: the largest batch; its tensors have the types of every later one.
@@ -37,7 +37,7 @@ def rehearse(retrieval: Retrieval, batch: DecodeBatch, req_to_token: torch.Tenso
         queries, keys, values = fused.split([query_heads, heads, heads], 1)
         return queries, keys, values
 
-    for size in _kinds(len(rows)):
+    for size in _batch_sizes(len(rows)):
         part = DecodeBatch(rows[:size], batch.seq_lens[:size], batch.page_table[:size])
         retrieval.decode(0, *tokens(size), part, scale)
         retrieval.end_step(part.rows)
@@ -48,7 +48,7 @@ def rehearse(retrieval: Retrieval, batch: DecodeBatch, req_to_token: torch.Tenso
     retrieval.complete_all_transfers()
 
 
-def _kinds(most: int) -> Iterator[int]:
+def _batch_sizes(most: int) -> Iterator[int]:
     """Sizes of batches up to ``most``, close enough that kernels of no size in between differ from those of both neighbours."""
     yield most
     power = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile ahead: all kernels of a piece of work, in parallel, before the work runs."""
+"""Compilation of all kernels of a piece of work, in parallel, before the work runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_THREADS = 16
 PROGRESS_S = 5.0
 
 
-def compile_ahead(work: Callable[[], None]) -> int:
+def compile_in_parallel(work: Callable[[], None]) -> int:
     """Compile every kernel that ``work`` launches, and run none of them. All else in ``work`` is done.
 
     Triton keeps compiled kernels on disk, so those of an earlier start are only loaded.
