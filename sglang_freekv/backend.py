@@ -43,8 +43,9 @@ class FreeKVAttnBackend(AttentionBackend):
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self.batch: DecodeBatch | None = None
         self.page_table: torch.Tensor | None = None
-        self.rehearsed = False
         model_runner.capture_tail_hooks.append(self._join)
+        if model_runner.device != "cpu":
+            compile_all(self.retrieval, self.token_to_kv_pool.num_rows, self._most_pages, self.req_to_token_pool.req_to_token)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a forward pass without a graph. The engine comes first, because FlashInfer's plan waits for the device."""
@@ -89,9 +90,6 @@ class FreeKVAttnBackend(AttentionBackend):
         self._snapshot(rows, seq_lens, self.page_table[:size])
         if in_capture:
             self.batch = DecodeBatch(rows, seq_lens, self.page_table[:size])
-            if not self.rehearsed:  # SGLang captures the largest batch first
-                compile_all(self.retrieval, self.batch, self.req_to_token_pool.req_to_token)
-                self.rehearsed = True
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self.dense.init_forward_metadata_in_graph(forward_batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearsal: what a server will do on a GPU, in small, so that all of its kernels are compiled before the first decode graph."""
+"""Rehearsal: what a server will do on a GPU, in small, so that all of its kernels are compiled before it is ready."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.retrieval import Retrieval
 
 
-def compile_all(retrieval: Retrieval, batch: DecodeBatch, req_to_token: torch.Tensor) -> None:
-    """Compile, in parallel, the kernels of all that a server does whose largest batch is ``batch``. Arguments are as of ``rehearse``."""
+def compile_all(retrieval: Retrieval, requests: int, pages: int, req_to_token: torch.Tensor) -> None:
+    """Compile, in parallel, the kernels of all that a server does. Arguments are as of ``rehearse``."""
     from sglang_freekv.kernels.compilation import compile_in_parallel  # Triton needs a GPU
 
-    compile_in_parallel(lambda: rehearse(retrieval, batch, req_to_token))
+    compile_in_parallel(lambda: rehearse(retrieval, requests, pages, req_to_token))
 
 
-def rehearse(retrieval: Retrieval, batch: DecodeBatch, req_to_token: torch.Tensor) -> None:
-    """One extend, and decode steps of all kinds of batches up to ``batch``, all of padding in the first layer.
+def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torch.Tensor) -> None:
+    """One extend, and decode steps of batches of many sizes, all of padding in the first layer.
 
     Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
 
     Args:
-        batch: the largest batch; its tensors have the types of every later one.
+        requests: B of the largest batch.
+        pages: P of every page table.
         req_to_token: ``[R, context]`` the scheduler's table.
     """
     previous = retrieval.cache.layers[0].previous_queries
     (_, query_heads, dim), heads = previous.shape, retrieval.cache.num_kv_heads
-    scale, rows = dim**-0.5, torch.zeros_like(batch.rows)
+    scale, device = dim**-0.5, req_to_token.device
+    padding = torch.zeros(requests, dtype=torch.int64, device=device)  # SGLang's types of rows and lengths
+    page_table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
 
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=rows.device)
+        fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=device)
         queries, keys, values = fused.split([query_heads, heads, heads], 1)
         return queries, keys, values
 
-    for size in _batch_sizes(len(rows)):
-        part = DecodeBatch(rows[:size], batch.seq_lens[:size], batch.page_table[:size])
-        retrieval.decode(0, *tokens(size), part, scale)
-        retrieval.end_step(part.rows)
+    for size in _batch_sizes(requests):
+        batch = DecodeBatch(padding[:size], padding[:size] + 1, page_table[:size])
+        retrieval.decode(0, *tokens(size), batch, scale)
+        retrieval.end_step(batch.rows)
     page = retrieval.config.page_size
-    plan = ExtendPlanner(retrieval.streams.transfers, page).plan(rows[:1], batch.page_table[:1], [page], [page], req_to_token)
+    plan = ExtendPlanner(retrieval.streams.transfers, page).plan(padding[:1], page_table[:1], [page], [page], req_to_token)
     retrieval.prepare_extend(plan)
     retrieval.extend(0, *tokens(page), plan.batch, scale)
     retrieval.complete_all_transfers()

@@ -8,8 +8,10 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_freekv.backend import _attention_layers, _check_layers
+from sglang_freekv import backend
+from sglang_freekv.backend import FreeKVAttnBackend, _attention_layers, _check_layers
 from sglang_freekv.config import Refusal
+from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
@@ -76,3 +78,18 @@ def test_layers_of_other_shapes_are_refused(changes):
 def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
     with pytest.raises(Refusal, match=f"layer 0 uses {named}"):
         check(model_of(attention(0, **changes), *map(attention, range(1, 4))))
+
+
+@pytest.mark.parametrize("device, compiled", [("cuda", [("engine", 5, 16, "table")]), ("cpu", [])])
+def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled):
+    pool = object.__new__(FreeKVPool)
+    pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None}
+    runner = SimpleNamespace(
+        device=device, token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
+        model_config=SimpleNamespace(context_len=320), model=model_of(*map(attention, range(4))),
+    )  # fmt: skip
+    asked: list[tuple] = []
+    monkeypatch.setattr(backend, "compile_all", lambda *arguments: asked.append(arguments))
+    monkeypatch.setitem(backend.ATTENTION_BACKENDS, "torch_native" if device == "cpu" else "flashinfer", lambda runner: None)
+    FreeKVAttnBackend(runner)
+    assert asked == compiled

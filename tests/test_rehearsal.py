@@ -18,11 +18,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from sglang_freekv import kernels
-from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import follow, score
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.layers import LayerTable
+from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
@@ -46,13 +46,12 @@ def kernels_of(context, batch, rows, pages, settings):
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
     shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers)
-    engine = Retrieval(config, policy, store, streams, kernels.recall_pages, ReferenceExtend())
-    padding = torch.zeros(batch, dtype=torch.int64)
-    table = torch.zeros(batch, -(-context // size // 16) * 16, dtype=torch.int32)
+    recall = CopyEngineRecall((2, size, 128), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
+    engine = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
     knobs.runtime.jit_cache_hook = note
     try:
         with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
-            compile_all(engine, DecodeBatch(padding, padding + 1, table), torch.zeros(rows + 1, context + 4, dtype=torch.int32))
+            compile_all(engine, batch, -(-context // size // 16) * 16, torch.zeros(rows + 1, context + 4, dtype=torch.int32))
     finally:
         knobs.runtime.jit_cache_hook = None
     return found
@@ -69,20 +68,21 @@ SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in
 
 
 @pytest.mark.parametrize(
-    "settings, others, more, most",
+    "settings, others, unlike, most",
     [
         ({}, {}, set(), 22),
         ({"canary": "full", "recall_timing": 100}, {"canary": "full", "recall_timing": 48},
          {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 28),
         ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 22),
+        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 20),
     ],
-    ids=["sizes", "canary and timing", "budget"],
+    ids=["sizes", "canary and timing", "budget", "copy engine"],
 )  # fmt: skip
-def test_a_start_of_other_sizes_compiles_only_what_selects_anew(settings, others, more, most):
+def test_a_start_of_other_sizes_compiles_only_what_selects_anew(settings, others, unlike, most):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     sizes = json.dumps([FIRST | {"settings": settings}, OTHER | {"settings": others}])
     done = subprocess.run([sys.executable, "-P", "-c", REHEARSE, sizes], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     first, new = json.loads(done.stdout.splitlines()[-1])
-    assert set(first) == STEP | EXTEND | more | set(SELECTING) and len(first) <= most
+    assert set(first) == (STEP | EXTEND | set(SELECTING)) ^ unlike and len(first) <= most
     assert new == SELECTING
