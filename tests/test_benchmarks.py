@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import replay, replay_kernels, replay_load, report
+from benchmarks import replay, replay_kernels, replay_load, report, start
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report
@@ -173,6 +173,32 @@ def test_kernel_benchmarks_run_on_a_cpu(script, options, keys, monkeypatch, tmp_
     assert importlib.import_module(f"benchmarks.{script}").main() == 0, capsys.readouterr().out
     written = json.loads((tmp_path / f"{script}.json").read_text())
     assert set(written["results"]) >= keys and written["runs"][-1]["torch"] == torch.__version__
+
+
+NAMED_CACHES = """
+import json, os, pathlib, sys
+caches = [pathlib.Path(os.environ[name]) for name in sys.argv[1].split(",")]
+print(json.dumps([[str(cache) for cache in caches], [any(cache.iterdir()) for cache in caches]]))
+[(cache / "kernel").touch() for cache in caches]
+"""
+
+
+def test_a_first_start_finds_no_kernels_of_the_other_system(monkeypatch, tmp_path, capsys):
+    def wait(server, most_s: float) -> dict:
+        assert server.process.wait() == 0, server.tail()
+        return {"ready_s": 1.0, "phases_s": {}, "told_s": {}, "caches": json.loads(server.log.read_text())}
+
+    monkeypatch.setattr(start.Server, "program", (sys.executable, "-c", NAMED_CACHES, ",".join(start.CACHES), "-m"))
+    monkeypatch.setattr(start.StartedServer, "start", wait)
+    for name in start.CACHES:
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["start", "--dry-run", "--out", str(tmp_path)])
+    assert start.main() == 0, capsys.readouterr().out
+    found = {name: each["caches"] for name, each in json.loads((tmp_path / "start-needle.json").read_text())["results"].items()}
+    assert {name: set(filled) for name, (_, filled) in found.items()} == {name: {"first" not in name} for name in start.STARTS}
+    assert not set(found["stock-first"][0]) & set(found["freekv-first"][0]) and found["freekv-again"][0] == found["freekv-first"][0]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "freekv-again"])
+    assert start.main() == 1 and "expected freekv-first before it in the same run" in capsys.readouterr().out
 
 
 def test_a_report_is_continued_and_survives_a_failure(tmp_path):
