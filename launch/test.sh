@@ -5,7 +5,7 @@
 #   bash launch/test.sh 0.5.17 tests/e2e -k canary    # the same on an older one
 # Without arguments the newest release has the whole suite, and an older one its hooks and what is marked both_releases.
 # Two lanes take parts from one list, because a server leaves a core idle most of the time. An older release is installed beside them.
-# A part is printed when it ends, and the faults and last lines of all are printed in the end. A server takes 3 GiB.
+# A part is printed when it ends. The faults of all parts, and how each of them ended, are printed in the end. A server takes 3 GiB.
 # Part fleet has three or four servers, pairs two, unit none, and the others one. They wait for room (tests/room.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -44,13 +44,25 @@ run() {
     bash launch/setup.sh "$release" &&
       "$(environment_of "$release")/bin/python" -P -m pytest --durations=15 -p no:cacheprovider "$@"
   } >"$log" 2>&1 || status=$?
+  printf '==== %s ends with exit status %s\n' "$name" "$status" >>"$log"
   {
     flock 9
     printf '\n==== %s\n' "$name"
     cat "$log"
-    printf '==== %s ends with exit status %s\n' "$name" "$status"
   } 9<"$logs"
   [ "$status" = 0 ]
+}
+
+# Prints a line a part: its name, how it ended, and the last line that it wrote. The last line of all names the parts that failed.
+summary() {
+  local name end failed=()
+  while read -r name _; do
+    end="not run"
+    if [ -e "$logs/$name.log" ]; then end=$(sed -n '$s/.* ends with \(exit status [0-9]*\)$/\1/p' "$logs/$name.log"); fi
+    [ "$end" = "exit status 0" ] || failed+=("$name")
+    printf '%-16s %-16s %s\n' "$name" "${end:-killed}" "$(sed '/ ends with exit status /d' "$logs/$name.log" 2>/dev/null | tail -n 1)"
+  done < <(parts)
+  if ((${#failed[@]})); then echo "Failed: ${failed[*]}" && return 1; fi
 }
 
 older=("${tested[@]::${#tested[@]}-1}") logs=.out/tests status=0
@@ -70,7 +82,5 @@ parts | xargs -L 1 -P 2 bash -c 'run "$@"' run &
 wait "$!" || status=$?
 printf '\n==== All parts\n'
 grep -hE '^(FAILED|ERROR) ' "$logs"/*.log || true
-for log in "$logs"/*.log; do
-  printf '%-16s %s\n' "$(basename "$log" .log)" "$(tail -n 1 "$log")"
-done
+summary || status=$((status ? status : 1))
 exit "$status"

@@ -65,6 +65,7 @@ def test_every_program_explains_itself(told, program):
 PYTEST = """#!/usr/bin/env bash
 echo "asked: $*"
 [[ $* == *"$FAILING"* ]] || { echo '== 1 passed =='; exit 0; }
+[ "$FAULT" ] && { printf 'half a line'; eval "$FAULT"; exit 0; }
 echo 'FAILED tests/test_it.py'; echo '== 1 failed =='; exit 1
 """
 
@@ -84,6 +85,10 @@ def checkout(directory: Path, python: str) -> Path:
     return directory
 
 
+def run_parts(directory: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", "launch/test.sh"], cwd=directory, capture_output=True, text=True, timeout=60)
+
+
 def test_a_signal_ends_the_parts_that_run(tmp_path):
     checkout(tmp_path, "#!/usr/bin/env bash\necho $$ >>started\nexec sleep 300\n")
     running, started = subprocess.Popen(["bash", "launch/test.sh"], cwd=tmp_path, stdout=subprocess.DEVNULL), tmp_path / "started"
@@ -98,8 +103,8 @@ def test_a_signal_ends_the_parts_that_run(tmp_path):
 @pytest.mark.parametrize("failing, status", [("nothing", 0), ("tests/scheduler_patch", 123), ("--ignore=tests/e2e", 123)])
 def test_a_part_that_fails_fails_the_whole_run_and_ends_no_other(tmp_path, monkeypatch, failing, status):
     checkout(tmp_path, PYTEST)
-    monkeypatch.setenv("FAILING", failing)
-    done = subprocess.run(["bash", "launch/test.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    monkeypatch.setenv("FAILING", failing), monkeypatch.setenv("FAULT", "")
+    done = run_parts(tmp_path)
     assert done.returncode == status, done.stdout + done.stderr
     _, told = done.stdout.split("==== All parts\n")
     names = [f"{part}{suffix}" for suffix in ("", *(f"-{release}" for release in TESTED[:-1])) for part in ("fleet", "servers", "pairs")]
@@ -107,3 +112,17 @@ def test_a_part_that_fails_fails_the_whole_run_and_ends_no_other(tmp_path, monke
     assert {line.split()[0] for line in told.splitlines() if "==" in line} == set(names)
     assert told.count("== 1 passed ==") == len(names) - bool(status) and told.count("FAILED tests/test_it.py") == bool(status)
     assert len(re.findall(r"^asked: -P -m pytest ", done.stdout, re.MULTILINE)) == len(names)
+    assert told.splitlines()[-1].startswith("Failed: ") == bool(status) and told.count("exit status 0 ") == len(names) - bool(status)
+
+
+@pytest.mark.parametrize(
+    "fault, status, end", [("kill -9 $$", 123, "exit status 137"), ("kill -9 $PPID", 125, "killed"), ("exit 255", 123, "exit status 255")]
+)
+def test_a_part_that_crashes_is_told_in_the_last_lines(tmp_path, monkeypatch, fault, status, end):
+    checkout(tmp_path, PYTEST)
+    monkeypatch.setenv("FAILING", "-m both_releases and two_servers"), monkeypatch.setenv("FAULT", fault)
+    done = run_parts(tmp_path)
+    assert done.returncode == status, done.stdout + done.stderr
+    *_, failed = told = done.stdout.splitlines()
+    part = f"pairs-{TESTED[0]}"
+    assert part in failed.removeprefix("Failed: ").split() and any(re.match(rf"{re.escape(part)} +{end} ", line) for line in told[-12:])
