@@ -123,7 +123,8 @@ fi
 "$venv/bin/python" -c "$supported" ||
   fail "$venv has $("$venv/bin/python" --version 2>&1), expected 3.11 or 3.12; remove that directory and run this again"
 pip_install "updating pip" --upgrade 'pip>=24'
-pip_install "installing sglang-freekv and SGLang $release: a download of 4 GB, 11 GB on disk, 13 GB while it runs" \
+if [ "$release" = "$newest" ]; then disk="11 GB on disk, 13 GB while it runs"; else disk="9 GB on disk"; fi
+pip_install "installing sglang-freekv and SGLang $release: a download of 4 GB, $disk" \
   --editable '.[test]' "sglang==$release"
 printf '%s' "$wanted" >"$venv/installed"
 say "done in $((SECONDS - started)) s"
