@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.retrieval import Retrieval
@@ -20,7 +21,7 @@ def compile_all(retrieval: Retrieval, requests: int, pages: int, req_to_token: t
 
 
 def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torch.Tensor) -> None:
-    """One extend, and decode steps of batches of many sizes, all of padding in the first layer.
+    """A page table, one extend, and decode steps of batches of many sizes, all of padding in the first layer.
 
     Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
 
@@ -34,6 +35,8 @@ def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torc
     scale, device = dim**-0.5, req_to_token.device
     padding = torch.zeros(requests, dtype=torch.int64, device=device)  # SGLang's types of rows and lengths
     page_table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
+    page = retrieval.config.page_size
+    kernels.snapshot_pages(req_to_token, padding, padding, page_table, page)
 
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=device)
@@ -44,7 +47,6 @@ def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torc
         batch = DecodeBatch(padding[:size], padding[:size] + 1, page_table[:size])
         retrieval.decode(0, *tokens(size), batch, scale)
         retrieval.end_step(batch.rows)
-    page = retrieval.config.page_size
     plan = ExtendPlanner(retrieval.streams.transfers, page).plan(padding[:1], page_table[:1], [page], [page], req_to_token)
     retrieval.prepare_extend(plan)
     retrieval.extend(0, *tokens(page), plan.batch, scale)

@@ -46,7 +46,7 @@ def kernels_of(context, batch, rows, pages, settings):
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
     shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers)
-    recall = CopyEngineRecall((2, size, 128), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
+    recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
     engine = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
     knobs.runtime.jit_cache_hook = note
     try:
@@ -62,7 +62,7 @@ print(json.dumps([sorted(name for name, _ in first), sorted(name for name, _ in 
 
 FIRST = {"context": 131_072, "batch": 32, "rows": 32, "pages": 64}
 OTHER = {"context": 40_000, "batch": 24, "rows": 25, "pages": 81}
-STEP = {"_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
+STEP = {"_snapshot_kernel", "_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
 EXTEND = {"_stage_kernel", "_offload_kernel", "_digest_kernel", "_fill_kernel"}
 SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in registers, and know how many to select
 
@@ -70,11 +70,11 @@ SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in
 @pytest.mark.parametrize(
     "settings, others, unlike, most",
     [
-        ({}, {}, set(), 22),
+        ({}, {}, set(), 23),
         ({"canary": "full", "recall_timing": 100}, {"canary": "full", "recall_timing": 48},
-         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 28),
-        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 22),
-        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 20),
+         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 29),
+        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 23),
+        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 21),
     ],
     ids=["sizes", "canary and timing", "budget", "copy engine"],
 )  # fmt: skip
