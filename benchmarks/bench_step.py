@@ -70,12 +70,13 @@ class Step:
         rows = torch.arange(1, batch + 1, device=DEVICE)
         self.seq_lens = torch.full((batch,), context, device=DEVICE)
         table = torch.randint(1, host_pages, (batch, pages), dtype=torch.int32, device=DEVICE)
+        frames = torch.full_like(table, -1)  # nothing is resident
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
-            candidates = Candidates(logits, rows, self.seq_lens, table, config.pages, config.page_size)
+            candidates = Candidates(logits, rows, self.seq_lens, table, frames, config.pages, config.page_size)
             kernels.seed_slots(candidates, cache.tables)
-        reads = [Reads.of(rows, cache.slot_pages, cache.attended) for cache in store.cache.layers]
-        self.batch = DecodeBatch(rows, self.seq_lens, table)
+        reads = [Reads.of(rows, cache.tables, frames) for cache in store.cache.layers]
+        self.batch = DecodeBatch(rows, self.seq_lens, table, frames)
         self.hidden = torch.randn(batch, SHAPE.hidden, dtype=DTYPE, device=DEVICE)
         scale = HEAD_DIM**-0.5
 

@@ -8,7 +8,7 @@ from benchmarks.kernel_inputs import DTYPE, Inputs, check_plans
 from benchmarks.trial import Trial, per_layer, relative
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
-from sglang_freekv.kernels import Reads, Tables, reference
+from sglang_freekv.kernels import Heads, Reads, Tables, reference
 
 TAU = 0.9
 TIES = 0.01  # share of the kv heads, and one more, that may choose other pages than the reference: weights that all but tie
@@ -68,9 +68,11 @@ def plan_pages(inputs: Inputs, ahead_first: bool = True) -> Trial:
     case = inputs.case
     same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, ahead_first)) for layer in inputs.layers[:2])
     reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
+    lost = torch.zeros(case.batch, case.kv_heads, dtype=torch.bool, device=inputs.device)
 
     def run(layer, which):
-        where, misses = (inputs.candidates(layer.logits[which]), layer.corrected, layer.tables), (inputs.misses_now, inputs.misses_ahead)
+        where = inputs.candidates(layer.logits[which]), Heads(layer.corrected, lost), layer.tables
+        misses = inputs.misses_now, inputs.misses_ahead
         kernels.plan_pages(*where, reads, *misses, inputs.counts, ahead_first=ahead_first)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
@@ -83,9 +85,10 @@ def plan_rest(inputs: Inputs, ahead_first: bool = True) -> Trial:
     case = inputs.case
     same = min(_mostly(check_plans(inputs, layer, layer.logits[1], kernels, ahead_first)) for layer in inputs.layers[:2])
     begins = (inputs.seq_lens % case.page_size == 0)[:, None]
+    lost = torch.zeros(case.batch, case.kv_heads, dtype=torch.bool, device=inputs.device)
 
     def run(layer, which):
-        where = inputs.candidates(layer.logits[which]), layer.corrected, layer.tables
+        where = inputs.candidates(layer.logits[which]), Heads(layer.corrected, lost), layer.tables
         kernels.plan_rest(*where, inputs.misses_ahead, inputs.counts, ahead_first=ahead_first)
 
     launches = [lambda layer=layer, which=which: run(layer, which) for which in (1, 0) for layer in inputs.layers]
@@ -104,7 +107,7 @@ def seed_slots(inputs: Inputs) -> Trial:
     got, expected = (Tables(*(table.clone() for table in layer.tables)) for _ in range(2))
     run(kernels.seed_slots, layer, got)
     run(reference.seed_slots, layer, expected)
-    same = _mostly(torch.cat([a == b for a, b in zip(got, expected)], -1)[inputs.rows].all(-1))
+    same = _mostly(torch.cat([a == b for a, b in zip(got[:2], expected[:2])], -1)[inputs.rows].all(-1))
     num_bytes = case.batch * case.query_heads * inputs.num_pages * 4
     launches = per_layer(inputs, lambda layer: run(kernels.seed_slots, layer, layer.tables))
     return Trial(launches, num_bytes, error=same)

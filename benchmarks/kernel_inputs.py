@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import profiles
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, reference
+from sglang_freekv.kernels import Candidates, Heads, Misses, Reads, Tables, reference
 
 CACHED_BYTES = 256 << 20  # several times an H200's L2: rotating among sets of so many bytes, none is in it
 MISSED = profiles.MISSED
@@ -74,6 +74,7 @@ class Inputs:
         self.seq_lens = case.context - 37 * torch.arange(case.batch, device=device) % (case.context // 2)
         order = torch.randperm(case.batch * self.num_pages, device=device) + 1
         self.page_table = order.to(torch.int32).view(case.batch, self.num_pages)
+        self.frames = torch.full_like(self.page_table, -1)  # nothing is resident
         self.counts = torch.zeros(self.num_rows, 3, dtype=torch.int64, device=device)
         self.misses_now, self.misses_ahead = (Misses.allocate(1 << (22 if device == "cuda" else 16), device) for _ in range(2))
         layer_bytes = case.batch * case.kv_heads * case.capacity * case.unit_bytes
@@ -89,7 +90,7 @@ class Inputs:
         return self.host_memory[: pages * page].view(pages, case.kv_heads, 2, case.page_size, case.head_dim)
 
     def candidates(self, logits: torch.Tensor) -> Candidates:
-        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.case.budget, self.case.page_size)
+        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.frames, self.case.budget, self.case.page_size)
 
     def draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=DTYPE, device=self.device)
@@ -100,7 +101,8 @@ class Inputs:
         previous = self.draw(self.num_rows, case.query_heads, case.head_dim)
         queries = previous[self.rows] + self.draw(case.batch, case.query_heads, case.head_dim) / 2  # a cosine near 0.9
         slot_pages = torch.full((self.num_rows, case.kv_heads, case.capacity), -1, dtype=torch.int32, device=device)
-        tables, logits = Tables(slot_pages, slot_pages.clone()), self._logits()
+        row_frames = torch.arange(slots[0], dtype=torch.int32, device=device).view(self.num_rows, -1)
+        tables, logits = Tables(slot_pages, slot_pages.clone(), row_frames), self._logits()
         reference.seed_slots(self.candidates(logits[0]), tables)
         corrected = torch.rand(case.batch, case.kv_heads, device=device) < CORRECTED
         corrected[0, 0] = True
@@ -115,7 +117,7 @@ class Inputs:
             new_keys=self.draw(case.batch, case.kv_heads, case.head_dim),
             new_values=self.draw(case.batch, case.kv_heads, case.head_dim),
             corrected=corrected,
-            reads=Reads.of(self.rows, *tables)._replace(present=present),
+            reads=Reads.of(self.rows, tables, self.frames)._replace(present=present),
             logits=logits,
         )
 
@@ -169,7 +171,7 @@ def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, ahea
         tables, counts = Tables(*(table.clone() for table in layer.tables)), inputs.counts.clone()
         reads = Reads.allocate(case.batch, case.kv_heads, case.budget.total, inputs.device)
         misses = [Misses.allocate(1 << 16, inputs.device) for _ in range(2)]
-        where = inputs.candidates(logits), corrected, tables
+        where = inputs.candidates(logits), Heads(corrected, torch.empty_like(corrected)), tables
         plans.plan_pages(*where, reads, *misses, counts, ahead_first=ahead_first)
         plans.plan_rest(*where, misses[1], counts, ahead_first=ahead_first)
         outcome.append(
@@ -196,7 +198,7 @@ def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, ahea
 
     ordered = pages.sort(-1).values
     assert not ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(), "a page is in two slots"
-    read, right = (marked(each.pages.where(each.slots >= 0, -1)) for each in (reads, expected_reads))
+    read, right = (marked(each.pages.where(each.frames >= 0, -1)) for each in (reads, expected_reads))
     chosen = listed(pages, attended)
     check_choice(read, inputs.seq_lens, corrected)
     check_choice(chosen, inputs.seq_lens + 1, ~corrected | begins)
@@ -204,16 +206,16 @@ def check_plans(inputs: Inputs, layer: Layer, logits: torch.Tensor, module, ahea
     before = layer.tables.slot_pages[rows].long()
     old = before.gather(2, layer.tables.attended[rows].clamp(min=0).long()).where(layer.tables.attended[rows] >= 0, -1)
     assert torch.equal(read[~corrected], marked(old)[~corrected]), "what was selected a step ago is not attended to"
-    slots = reads.slots.long() - (rows * case.capacity)[:, None, None]
-    there = (before.gather(2, slots.clamp(0, case.capacity - 1)) == reads.pages) & (reads.slots >= 0)
+    slots = reads.frames.long() - (rows * case.capacity)[:, None, None]
+    there = (before.gather(2, slots.clamp(0, case.capacity - 1)) == reads.pages) & (reads.frames >= 0)
     first = torch.arange(slots.shape[2], device=inputs.device) < reads.present[..., None]
     assert torch.equal((there & first).sum(-1)[corrected], reads.present.long()[corrected]), "a list does not begin with what is there"
     assert (reads.present[~corrected] == slots.shape[2]).all(), "a list that was not planned is not whole"
-    assert torch.equal((reads.slots >= 0).sum(-1), read.sum(-1)), "a page is read twice"
+    assert torch.equal((reads.frames >= 0).sum(-1), read.sum(-1)), "a page is read twice"
 
     request = torch.full((inputs.num_rows,), -1, device=inputs.device).scatter_(0, rows, torch.arange(case.batch, device=inputs.device))
     held = torch.full((*corrected.shape, case.capacity + 1), -1, device=inputs.device)
-    held = held.scatter_(2, slots.where(reads.slots >= 0, case.capacity), reads.pages.long())[..., :-1]
+    held = held.scatter_(2, slots.where(reads.frames >= 0, case.capacity), reads.pages.long())[..., :-1]
     held = held.where(corrected[..., None] & (held >= 0), before)  # between the two selections of a corrected kv head
     full = (inputs.seq_lens // case.page_size)[:, None, None]
     for (host_pages, heads, into), was, table, planned in ((now, before, held, corrected), (ahead, held, pages, ~corrected | begins)):

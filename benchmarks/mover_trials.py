@@ -17,7 +17,8 @@ STAGED_TOKENS = 32768
 def append_tokens(inputs: Inputs) -> Trial:
     def run(kernel, layer, keys, values):
         new = (layer.new_keys, layer.new_values)
-        return kernel(*new, inputs.rows, inputs.seq_lens, inputs.page_table, layer.tables.slot_pages, keys=keys, values=values)
+        where = inputs.rows, inputs.seq_lens, inputs.page_table, inputs.frames, layer.tables
+        return kernel(*new, *where, keys=keys, values=values)
 
     layer = inputs.layers[0]
     got, expected = ([layer.keys.clone(), layer.values.clone()] for _ in range(2))
@@ -111,12 +112,13 @@ def fill_pages(inputs: Inputs) -> Trial:
         for head in range(case.kv_heads):
             slot_pages[row, head] = torch.randperm(tokens // case.page_size, device=device)[: case.capacity].to(torch.int32)
     layer = inputs.layers[0]
+    tables = layer.tables._replace(slot_pages=slot_pages)
     got, expected = ([layer.keys.clone(), layer.values.clone()] for _ in range(2))
-    kernels.fill_pages(*source, starts, rows, seq_lens, slot_pages, keys=got[0], values=got[1])
-    reference.fill_pages(*source, starts, rows, seq_lens, slot_pages, keys=expected[0], values=expected[1])
+    kernels.fill_pages(*source, starts, rows, seq_lens, tables, keys=got[0], values=got[1])
+    reference.fill_pages(*source, starts, rows, seq_lens, tables, keys=expected[0], values=expected[1])
     assert all(torch.equal(a, b) for a, b in zip(got, expected)), "not the reference's"
     num_bytes = 2 * len(rows) * case.kv_heads * case.capacity * case.unit_bytes
-    arguments = *source, starts, rows, seq_lens, slot_pages
+    arguments = *source, starts, rows, seq_lens, tables
     launches = per_layer(inputs, lambda layer: kernels.fill_pages(*arguments, keys=layer.keys, values=layer.values))
     return Trial(launches, num_bytes)
 

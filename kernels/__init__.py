@@ -7,7 +7,7 @@ if __name__ == "kernels":  # the checkout root is on sys.path, and the caller wa
     hand_over()
 else:
     from sglang_freekv.kernels import reference
-    from sglang_freekv.kernels.candidates import Candidates, Pooling, Tables
+    from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.misses import Misses
     from sglang_freekv.kernels.reads import Reads
@@ -43,6 +43,7 @@ else:
         "CORRECTED",
         "Candidates",
         "HITS",
+        "Heads",
         "Misses",
         "Pooling",
         "RECALLED",

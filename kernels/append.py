@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Append: write the new token of every request into the slot of its current page."""
+"""Append: write the new token of every request into the frame of its current page."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from sglang_freekv.kernels.candidates import Tables
 
 
 def append_tokens(
@@ -14,16 +16,17 @@ def append_tokens(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
-    slot_pages: torch.Tensor,
+    frames: torch.Tensor,
+    tables: Tables,
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference.append_tokens. Both results are int32; a padding request has 0 and -1 in them."""
     batch, num_heads, head_dim = new_keys.shape
-    page_size, capacity = keys.shape[1], slot_pages.shape[2]
+    page_size, capacity = keys.shape[1], tables.slot_pages.shape[2]
     assert new_keys.stride(2) == new_values.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
-    assert slot_pages.is_contiguous()
+    assert tables.slot_pages.is_contiguous() and page_table.stride() == frames.stride()
     starts = torch.empty((batch, num_heads), dtype=torch.int32, device=rows.device)
     filled = torch.empty(batch, dtype=torch.int32, device=rows.device)
     _append_kernel[(batch, num_heads)](
@@ -32,7 +35,9 @@ def append_tokens(
         rows,
         seq_lens,
         page_table,
-        slot_pages,
+        frames,
+        tables.slot_pages,
+        tables.row_frames,
         keys,
         values,
         starts,
@@ -59,9 +64,11 @@ def _append_kernel(
     p_rows,  # [B]
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
+    p_frames,  # [B, P]
     p_slot_pages,  # [R, H, C]
-    p_keys,  # [R * C, S, H, D]
-    p_values,  # [R * C, S, H, D]
+    p_row_frames,  # [R, C]
+    p_keys,  # [F, S, H, D]
+    p_values,  # [F, S, H, D]
     p_starts,  # [B, H]
     p_filled,  # [B]
     keys_stride_b,
@@ -69,7 +76,7 @@ def _append_kernel(
     values_stride_b,
     values_stride_head,
     table_stride_b,
-    stride_slot,
+    stride_frame,
     stride_token,
     stride_head,
     C,
@@ -88,16 +95,18 @@ def _append_kernel(
     o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     b_pages = tl.load(p_slot_pages + (i_row * H + i_head) * C + o_c, mask=m_real & (o_c < C), other=-1)
     position = tl.min(tl.where(b_pages == i_page, o_c, BLOCK_C), axis=0)
-    i_slot = i_row * C + tl.where(position < C, position, 0)
+    i_frame = tl.load(p_frames + i_b * table_stride_b + i_page, mask=m_real, other=0).to(tl.int64)
+    if i_frame < 0:
+        i_frame = tl.load(p_row_frames + i_row * C + tl.where(position < C, position, 0)).to(tl.int64)
 
     m_d = m_real & (o_d < D)
-    o_token = i_slot * stride_slot + i_offset * stride_token + i_head * stride_head + o_d
+    o_token = i_frame * stride_frame + i_offset * stride_token + i_head * stride_head + o_d
     b_keys = tl.load(p_new_keys + i_b * keys_stride_b + i_head * keys_stride_head + o_d, mask=m_d, other=0)
     b_values = tl.load(p_new_values + i_b * values_stride_b + i_head * values_stride_head + o_d, mask=m_d, other=0)
     tl.store(p_keys + o_token, b_keys, mask=m_d)
     tl.store(p_values + o_token, b_values, mask=m_d)
 
-    tl.store(p_starts + i_b * H + i_head, tl.where(m_real, i_slot * S, 0))
+    tl.store(p_starts + i_b * H + i_head, tl.where(m_real, i_frame * S, 0))
     m_filled = m_real & (i_offset == S - 1)
     host_page = tl.load(p_page_table + i_b * table_stride_b + i_page, mask=m_filled, other=-1)
     tl.store(p_filled + i_b, host_page, mask=i_head == 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over the slots that a step reads. Programs share the tokens of a kv head, and a merge adds up their shares."""
+"""Decode attention over the frames that a step reads. Programs share the tokens of a kv head, and a merge adds up their shares."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _block_t(keys: torch.Tensor) -> int:
 
 def _splits(queries: torch.Tensor, keys: torch.Tensor, reads: Reads) -> tuple[int, int]:
     """Splits of each (request, kv head): of its present pages, and of the rest."""
-    (_, page_size, num_kv_heads, _), width = keys.shape, reads.slots.shape[2]
+    (_, page_size, num_kv_heads, _), width = keys.shape, reads.frames.shape[2]
     tiles, units = triton.cdiv(width * page_size, _block_t(keys)), len(queries) * num_kv_heads
     limits = (PROGRAMS, MOST_SPLITS), (PROGRAMS_OF_THE_REST, MOST_SPLITS_OF_THE_REST)
     present, rest = (max(1, min(programs // units, tiles, most)) for programs, most in limits)
@@ -123,7 +123,7 @@ def _launch(
     weights = into[1]
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
     group = num_heads // num_kv_heads
-    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.slots, reads.pages))
+    assert queries.stride(2) == 1 and all(x.is_contiguous() for x in (keys, values, reads.frames, reads.pages))
     _attend_pages[(batch, num_kv_heads, splits)](
         queries,
         keys,
@@ -134,7 +134,7 @@ def _launch(
         stamp,
         queries.stride(0),
         queries.stride(1),
-        reads.slots.shape[2],
+        reads.frames.shape[2],
         1 if weights is None else weights.shape[2],
         scale * math.log2(math.e),
         REST=rest,
@@ -154,10 +154,10 @@ def _launch(
 @triton.jit(do_not_specialize=("A", "N"))
 def _attend_pages(
     p_queries,  # [B, Hq, D]
-    p_keys,  # [R * C, S, H, D]
-    p_values,  # [R * C, S, H, D]
+    p_keys,  # [F, S, H, D]
+    p_values,  # [F, S, H, D]
     p_seq_lens,  # [B]
-    p_slots,  # [B, H, A]
+    p_frames,  # [B, H, A]
     p_pages,  # [B, H, A]
     p_present,  # [B, H] or None
     p_output,  # [B, Hq, N, D]
@@ -201,7 +201,7 @@ def _attend_pages(
             tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
             return
 
-    p_reads = p_slots + (i_b * H + i_h) * A, p_pages + (i_b * H + i_h) * A
+    p_reads = p_frames + (i_b * H + i_h) * A, p_pages + (i_b * H + i_h) * A
     b_acc, b_sum, b_max = _attend_tokens(b_q, p_keys, p_values, p_reads, i_h, first, last, seq_len, scale, H, D, S, BLOCK_T)
     o_out = (i_b * (H * G) + o_head) * N + i_n
     if REST:
@@ -245,19 +245,19 @@ def _attend_tokens(
     """Attention of ``b_q [BLOCK_G, BLOCK_D]`` to the listed tokens from ``first`` to ``last``: output, sum and maximum of its softmax."""
     BLOCK_G: tl.constexpr = b_q.shape[0]
     BLOCK_D: tl.constexpr = b_q.shape[1]
-    p_slots, p_pages = p_reads
+    p_frames, p_pages = p_reads
     o_t, o_d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    o_row, m_visible = _locate(p_slots, p_pages, first + o_t, last, seq_len, S)
+    o_row, m_visible = _locate(p_frames, p_pages, first + o_t, last, seq_len, S)
     for start in range(first, last, BLOCK_T):
         o_kv, m_kv = (o_row[:, None] * H + head) * D + o_d[None, :], m_visible[:, None] & m_d[None, :]
         b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
         b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
         m_logit = m_visible
-        o_row, m_visible = _locate(p_slots, p_pages, start + BLOCK_T + o_t, last, seq_len, S)
+        o_row, m_visible = _locate(p_frames, p_pages, start + BLOCK_T + o_t, last, seq_len, S)
 
         b_logit = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         b_logit = tl.where(m_logit[None, :], b_logit, float("-inf"))
@@ -273,11 +273,11 @@ def _attend_tokens(
 
 
 @triton.jit
-def _locate(p_slots, p_pages, o_token, last, seq_len, S: tl.constexpr):
+def _locate(p_frames, p_pages, o_token, last, seq_len, S: tl.constexpr):
     """Token rows of the listed tokens ``o_token`` in the device cache, and a mask of those that may be read."""
-    slot = tl.load(p_slots + o_token // S, mask=o_token < last, other=-1).to(tl.int64)
+    frame = tl.load(p_frames + o_token // S, mask=o_token < last, other=-1).to(tl.int64)
     page = tl.load(p_pages + o_token // S, mask=o_token < last, other=0)
-    return slot * S + o_token % S, (slot >= 0) & (page * S + o_token % S < seq_len)
+    return frame * S + o_token % S, (frame >= 0) & (page * S + o_token % S < seq_len)
 
 
 @triton.jit(do_not_specialize=("N",))

@@ -20,6 +20,8 @@ class Candidates(NamedTuple):
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context.
         page_table: ``[B, P]`` logical page -> host page.
+        frames: ``[B, P]`` int32 frame of each logical page, -1 for an absent one. A page that the next token begins has one if its row
+            has a frame in hand.
         budget: pages of the sink, to choose, and of the window.
         page_size: S.
         pooling: how the logits of a group become the weight by which its kv head selects, as in ``reference.select_pages``.
@@ -29,6 +31,7 @@ class Candidates(NamedTuple):
     rows: torch.Tensor
     seq_lens: torch.Tensor
     page_table: torch.Tensor
+    frames: torch.Tensor
     budget: PageBudget
     page_size: int
     pooling: Pooling = "softmax-mean"
@@ -44,8 +47,35 @@ class Tables(NamedTuple):
 
     Args:
         slot_pages: ``[R, H, C]`` int32 logical page in each slot, -1 for an empty one.
-        attended: ``[R, H, A]`` int32 slots of the pages to attend to, then -1.
+        attended: ``[R, H, A]`` int32 pages to attend to, then -1. A slot for a page in a slot, ``-2 - page`` for one that is resident.
+        row_frames: ``[R, C]`` int32 frame of each slot.
     """
 
     slot_pages: torch.Tensor
     attended: torch.Tensor
+    row_frames: torch.Tensor
+
+    def pages(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[B, H, A]`` int32 logical pages that ``rows [B]`` attend to, then -1. A padding request has none."""
+        listed = self.attended[rows].where((rows > 0)[:, None, None], -1)
+        in_slots = self.slot_pages[rows].gather(2, listed.clamp(min=0).long())
+        return in_slots.where(listed >= 0, (-2 - listed).where(listed < -1, -1)).to(torch.int32)
+
+    def frames(self, rows: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+        """``[B, H, A]`` int32 frames of these pages, -1 for a page that was resident and is absent now; ``frames`` as in ``Candidates``."""
+        listed, pages = self.attended[rows], self.pages(rows)
+        slots = self.row_frames[rows][:, None].expand(-1, listed.shape[1], -1).gather(2, listed.clamp(min=0).long())
+        resident = frames[:, None].expand(-1, listed.shape[1], -1).gather(2, pages.clamp(min=0).long())
+        return slots.where(listed >= 0, resident).where(pages >= 0, -1).to(torch.int32)
+
+
+class Heads(NamedTuple):
+    """The kv heads that may recall for this step.
+
+    Args:
+        corrected: ``[B, H]`` bool: it selects again before it attends.
+        lost: ``[B, H]`` bool, written by a plan: it is not corrected, and a page that it attends to has become absent.
+    """
+
+    corrected: torch.Tensor
+    lost: torch.Tensor

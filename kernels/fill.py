@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.candidates import Tables
+
 
 def fill_pages(
     source_keys: torch.Tensor,
@@ -14,13 +16,13 @@ def fill_pages(
     starts: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    slot_pages: torch.Tensor,
+    tables: Tables,
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
     """As reference.fill_pages; one program for each (kv head, slot, request)."""
-    num_heads, capacity = slot_pages.shape[1:]
+    slot_pages, num_heads, capacity = tables.slot_pages, *tables.slot_pages.shape[1:]
     page_size, head_dim = keys.shape[1], keys.shape[3]
     assert source_keys.stride(2) == keys.stride(3) == 1 and slot_pages.is_contiguous()
     assert source_keys.stride() == source_values.stride() and keys.stride() == values.stride()
@@ -31,6 +33,7 @@ def fill_pages(
         rows,
         seq_lens,
         slot_pages,
+        tables.row_frames,
         keys,
         values,
         source_keys.shape[0],
@@ -53,12 +56,13 @@ def _fill_kernel(
     p_rows,  # [B]
     p_seq_lens,  # [B]
     p_slot_pages,  # [R, H, C]
-    p_keys,  # [R * C, S, H, D]
-    p_values,  # [R * C, S, H, D]
+    p_row_frames,  # [R, C]
+    p_keys,  # [F, S, H, D]
+    p_values,  # [F, S, H, D]
     num_tokens,
     source_stride_token,
     source_stride_head,
-    stride_slot,
+    stride_frame,
     stride_token,
     stride_head,
     C,
@@ -79,6 +83,7 @@ def _fill_kernel(
     o_source = i_head * source_stride_head + o_token * source_stride_token + o_d
     b_keys = tl.load(p_source_keys + o_source, mask=m_unit, other=0)
     b_values = tl.load(p_source_values + o_source, mask=m_unit, other=0)
-    o_unit = (i_row * C + i_c) * stride_slot + i_head * stride_head + o_s * stride_token + o_d
+    i_frame = tl.load(p_row_frames + i_row * C + i_c).to(tl.int64)
+    o_unit = i_frame * stride_frame + i_head * stride_head + o_s * stride_token + o_d
     tl.store(p_keys + o_unit, b_keys, mask=m_unit)
     tl.store(p_values + o_unit, b_values, mask=m_unit)

@@ -14,13 +14,13 @@ class Misses:
 
     Args:
         length: ``[4]`` int32: units in the list, finished programs of a running recall, units of the last recall, recalls so far.
-        host_pages, heads, slots: ``[M]`` int32: each unit's host page, its kv head, and the slot that receives it.
+        host_pages, heads, frames: ``[M]`` int32: each unit's host page, its kv head, and the frame that receives it.
     """
 
     length: torch.Tensor
     host_pages: torch.Tensor
     heads: torch.Tensor
-    slots: torch.Tensor
+    frames: torch.Tensor
 
     @classmethod
     def allocate(cls, capacity: int, device: torch.device | str) -> Misses:
@@ -31,15 +31,15 @@ class Misses:
         )
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Host pages, kv heads and slots of the units in the list, ``[N]`` int32 each; waits for the device."""
+        """Host pages, kv heads and frames of the units in the list, ``[N]`` int32 each; waits for the device."""
         count = int(self.length[0])
-        return self.host_pages[:count], self.heads[:count], self.slots[:count]
+        return self.host_pages[:count], self.heads[:count], self.frames[:count]
 
-    def extend(self, host_pages: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor) -> None:
+    def extend(self, host_pages: torch.Tensor, heads: torch.Tensor, frames: torch.Tensor) -> None:
         """Add units, ``[N]`` each, to the end of the list; waits for the device."""
         start = int(self.length[0])
         end = start + len(host_pages)
-        self.host_pages[start:end], self.heads[start:end], self.slots[start:end] = host_pages, heads, slots
+        self.host_pages[start:end], self.heads[start:end], self.frames[start:end] = host_pages, heads, frames
         self.length[0] = end
 
     def clear(self) -> None:

@@ -42,11 +42,11 @@ def recall_pages(
         misses.length,
         misses.host_pages,
         misses.heads,
-        misses.slots,
+        misses.frames,
         keys,
         values,
         stamp,
-        misses.slots.shape[0],
+        misses.frames.shape[0],
         *host_pool.stride()[:4],
         *keys.stride()[:3],
         S=page_size,
@@ -66,16 +66,16 @@ def _recall_kernel(
     p_length,  # [4]
     p_host_pages,  # [M]
     p_heads,  # [M]
-    p_slots,  # [M]
-    p_keys,  # [R * C, S, H, D]
-    p_values,  # [R * C, S, H, D]
+    p_frames,  # [M]
+    p_keys,  # [F, S, H, D]
+    p_values,  # [F, S, H, D]
     p_stamp,  # [4] or None
     M,
     host_stride_page,
     host_stride_head,
     host_stride_kind,
     host_stride_token,
-    stride_slot,
+    stride_frame,
     stride_token,
     stride_head,
     S: tl.constexpr,
@@ -101,8 +101,8 @@ def _recall_kernel(
     first, step = tl.program_id(0) * UNITS, tl.num_programs(0) * UNITS
     count = tl.minimum(tl.load(p_length), M)
     o_u = 0 if UNITS == 1 else o_t // BLOCK_S  # a scalar with UNITS == 1, which is looked up once instead of once a row
-    misses = p_host_pages, p_heads, p_slots
-    strides = host_stride_page, host_stride_head, stride_slot, stride_head
+    misses = p_host_pages, p_heads, p_frames
+    strides = host_stride_page, host_stride_head, stride_frame, stride_head
     if PREFETCH:  # even and odd units have registers of their own: one is read while the other is written
         even = _read(first + o_u, count, m_unit, p_in, misses, strides)
         for i in range(first, count, 2 * step):
@@ -119,15 +119,15 @@ def _recall_kernel(
 @triton.jit
 def _read(i, count, m_unit, p_in, misses, strides):
     """Unit ``i``, or several units: keys, values, their offset in the device cache, and a mask."""
-    p_host_pages, p_heads, p_slots = misses
-    host_stride_page, host_stride_head, stride_slot, stride_head = strides
+    p_host_pages, p_heads, p_frames = misses
+    host_stride_page, host_stride_head, stride_frame, stride_head = strides
     p_host_keys, p_host_values = p_in
     m = i < count
     i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
     i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
-    i_slot = tl.load(p_slots + i, mask=m, other=0).to(tl.int64)
+    i_frame = tl.load(p_frames + i, mask=m, other=0).to(tl.int64)
     o_in = i_page * host_stride_page + i_head * host_stride_head
-    o_out = i_slot * stride_slot + i_head * stride_head
+    o_out = i_frame * stride_frame + i_head * stride_head
     m = m_unit & m
     return tl.load(p_host_keys + o_in, mask=m, other=0), tl.load(p_host_values + o_in, mask=m, other=0), o_out, m
 

@@ -2,10 +2,10 @@
 """PyTorch specification of every kernel. On a CPU these functions are the kernels.
 
 Letters of a batch: B requests, T tokens, P pages of the longest context, H kv heads, G query heads of a kv head (Hq = H * G), D head_dim.
-Letters of the pools: S tokens of a page, R rows, C slots of a row, A pages attended to in one step. N and M are lengths of lists.
+Letters of the pools: S tokens of a page, F frames, R rows, C slots of a row, A pages attended to in one step. N and M are lengths of lists.
 Integer tensors may have any width, and -1 in them means none.
 
-Layouts (paper section 4.2): the device cache is NHD, ``[R * C, S, H, D]`` for keys and for values; the host pool is HND,
+Layouts (paper section 4.2): the device cache is NHD, ``[F, S, H, D]`` for keys and for values; the host pool is HND,
 ``[n_page, H, 2, S, D]``. A unit, which is one (page, kv head), is therefore contiguous: its keys, then its values.
 
 Row 0 is padding, and a request of that row is a padding request. Kernels skip it, and its attention output is zero.

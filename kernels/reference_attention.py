@@ -20,9 +20,9 @@ def attend_pages(
 
     Args:
         queries: ``[B, Hq, D]`` post-RoPE.
-        keys, values: ``[R * C, S, H, D]`` device cache.
+        keys, values: ``[F, S, H, D]`` device cache.
         seq_lens: ``[B]`` tokens of context, the new one included. They mask the partial last page.
-        reads: slots and pages to attend to.
+        reads: frames and pages to attend to.
         scale: factor of the logits ``q . k``.
 
     Returns:
@@ -78,8 +78,8 @@ def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtyp
 def _coming(reads: Reads) -> torch.Tensor:
     """``[B, H, A]`` bool: entries of the lists that the correction's recall fills."""
     if reads.present is None:
-        return torch.zeros_like(reads.slots, dtype=torch.bool)
-    return torch.arange(reads.slots.shape[2], device=reads.slots.device) >= reads.present[..., None]
+        return torch.zeros_like(reads.frames, dtype=torch.bool)
+    return torch.arange(reads.frames.shape[2], device=reads.frames.device) >= reads.present[..., None]
 
 
 def _attend_share(
@@ -97,7 +97,7 @@ def _attend_share(
     """Attend to the entries for which ``whose [B, H, A]`` is True, into the share of that number."""
     result, weights = shares.outputs[:, :, number], shares.weights[:, :, number]
     result[:], weights[:] = 0, -torch.inf
-    _attend(queries, keys, values, seq_lens, reads._replace(slots=reads.slots.where(whose, -1)), scale, result, weights=weights)
+    _attend(queries, keys, values, seq_lens, reads._replace(frames=reads.frames.where(whose, -1)), scale, result, weights=weights)
 
 
 def _attend(
@@ -112,15 +112,15 @@ def _attend(
     weights: torch.Tensor | None = None,
 ) -> None:
     """Attend for the kv heads with a slot in ``reads``; write ``result [B, Hq, D]`` and ``weights [B, Hq]``, as in ``Shares``."""
-    (slots, pages, _), (page_size, num_kv_heads) = reads, keys.shape[1:3]
-    b, h = (slots >= 0).any(-1).nonzero(as_tuple=True)
+    (frames, pages, _), (page_size, num_kv_heads) = reads, keys.shape[1:3]
+    b, h = (frames >= 0).any(-1).nonzero(as_tuple=True)
     if not len(b):
         return
-    width = int((slots[b, h] >= 0).any(0).nonzero()[-1]) + 1
-    slots, pages = (x[b, h, :width].long() for x in (slots, pages))
+    width = int((frames[b, h] >= 0).any(0).nonzero()[-1]) + 1
+    frames, pages = (x[b, h, :width].long() for x in (frames, pages))
     position = pages[..., None] * page_size + torch.arange(page_size, device=b.device)
-    visible = ((slots >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)[:, None]
-    k, v = (cache[slots.clamp(min=0), :, h[:, None]].flatten(1, 2) for cache in (keys, values))
+    visible = ((frames >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)[:, None]
+    k, v = (cache[frames.clamp(min=0), :, h[:, None]].flatten(1, 2) for cache in (keys, values))
     k, v = (x.masked_fill_(~visible[:, 0, :, None], 0) for x in (k, v))  # a masked token may be another request's, even NaN
     q = queries.unflatten(1, (num_kv_heads, -1))[b, h]
     result.unflatten(1, (num_kv_heads, -1))[b, h] = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)

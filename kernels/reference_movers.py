@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reference_stamps import BEGIN, write_stamp
 
@@ -45,8 +46,8 @@ def recall_pages(
 
     Args:
         host_pool: ``[n_page, H, 2, S, D]``.
-        misses: the units to copy and their slots.
-        keys, values: ``[R * C, S, H, D]`` written in place.
+        misses: the units to copy, and the frames that receive them.
+        keys, values: ``[F, S, H, D]`` written in place.
         programs: on a GPU, the number of programs that copy; the rest of the device is left to the computation.
         closely: on a GPU, start while the kernel before still runs, because attention waits for this recall.
         stamp: ``[4]`` of ``reference_stamps``: receives the begin and, if there was anything to copy, the end.
@@ -54,10 +55,10 @@ def recall_pages(
     any_missing = bool(misses.length[0])
     if stamp is not None:
         stamp[BEGIN] = time.perf_counter_ns()
-    host_pages, heads, slots = (column.long() for column in misses.columns())
+    host_pages, heads, frames = (column.long() for column in misses.columns())
     units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
-    keys[slots, :, heads] = units[:, 0]
-    values[slots, :, heads] = units[:, 1]
+    keys[frames, :, heads] = units[:, 0]
+    values[frames, :, heads] = units[:, 1]
     misses.clear()
     if stamp is not None and any_missing:
         write_stamp(stamp)
@@ -69,7 +70,7 @@ def fill_pages(
     starts: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    slot_pages: torch.Tensor,
+    tables: Tables,
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -82,17 +83,16 @@ def fill_pages(
         starts: ``[B]`` first token row of each request.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of each request among the token rows.
-        slot_pages: ``[R, H, C]`` logical page in each slot.
-        keys, values: ``[R * C, S, H, D]`` written in place.
+        tables: pages in slots, and the frames of slots.
+        keys, values: ``[F, S, H, D]`` written in place.
     """
-    size, capacity = keys.shape[1], slot_pages.shape[2]
-    pages = slot_pages[rows].long()
+    size, pages = keys.shape[1], tables.slot_pages[rows].long()
     b, h, c = ((pages >= 0) & (pages * size < seq_lens[:, None, None]) & (rows > 0)[:, None, None]).nonzero(as_tuple=True)
     tokens = (starts[b] + pages[b, h, c] * size)[:, None] + torch.arange(size, device=pages.device)
     tokens.clamp_(max=source_keys.shape[0] - 1)
-    slots = rows[b] * capacity + c
-    keys[slots, :, h] = source_keys[tokens, h[:, None]]
-    values[slots, :, h] = source_values[tokens, h[:, None]]
+    frames = tables.row_frames[rows[b], c].long()
+    keys[frames, :, h] = source_keys[tokens, h[:, None]]
+    values[frames, :, h] = source_values[tokens, h[:, None]]
 
 
 def stage_pages(
@@ -121,35 +121,37 @@ def append_tokens(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     page_table: torch.Tensor,
-    slot_pages: torch.Tensor,
+    frames: torch.Tensor,
+    tables: Tables,
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the new token of every request into its current page, which must be resident.
+    """Write the new token of every request into its current page, which must be resident or in a slot of each kv head.
 
     Args:
         new_keys, new_values: ``[B, H, D]`` of the new tokens.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context, the new one included.
         page_table: ``[B, P]`` logical page -> host page.
-        slot_pages: ``[R, H, C]`` logical page in each slot.
-        keys, values: ``[R * C, S, H, D]`` written in place.
+        frames: ``[B, P]`` frame of each logical page, -1 for an absent one.
+        tables: pages in slots, and the frames of slots.
+        keys, values: ``[F, S, H, D]`` written in place.
 
     Returns:
         ``(starts, filled)``. ``starts [B, H]`` is the first token row of the current page in the flattened cache. ``filled [B]`` is the
         host page of the page that this token fills, or -1.
     """
-    size, capacity = keys.shape[1], slot_pages.shape[2]
-    page, offset = (seq_lens - 1) // size, (seq_lens - 1) % size
-    position = (slot_pages[rows] == page[:, None, None]).to(torch.int32).argmax(-1)
-    slots = rows[:, None] * capacity + position
+    size, page, offset = keys.shape[1], (seq_lens - 1) // keys.shape[1], (seq_lens - 1) % keys.shape[1]
+    position = (tables.slot_pages[rows] == page[:, None, None]).to(torch.int32).argmax(-1)
+    resident = frames.gather(1, page[:, None].long())
+    into = resident.where(resident >= 0, tables.row_frames[rows].gather(1, position)).where((rows > 0)[:, None], 0).long()
     real = (rows > 0).nonzero().squeeze(1)
     heads = torch.arange(new_keys.shape[1], device=rows.device)
-    keys[slots[real], offset[real, None], heads] = new_keys[real]
-    values[slots[real], offset[real, None], heads] = new_values[real]
+    keys[into[real], offset[real, None], heads] = new_keys[real]
+    values[into[real], offset[real, None], heads] = new_values[real]
     filled = page_table.gather(1, page[:, None].long()).squeeze(1)
-    return slots * size, filled.where((offset == size - 1) & (rows > 0), -1)
+    return into * size, filled.where((offset == size - 1) & (rows > 0), -1)
 
 
 def snapshot_pages(

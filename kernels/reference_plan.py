@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels.candidates import Candidates, Pooling, Tables
+from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 
@@ -78,28 +78,30 @@ def select_pages(
 
 
 def seed_slots(candidates: Candidates, tables: Tables) -> None:
-    """Start rows anew: select the pages of the first decode step, and give the slots that are left to the next best pages.
+    """Start rows anew: select the pages of the first decode step, and give the slots that are left to the next best absent pages.
 
     Args:
-        candidates: of the contexts. If the next token begins a page, that page gets a slot too. The page table is not read.
-        tables: written: pages in ascending order, then -1; slots of the pages to attend to, in ascending order, then -1.
+        candidates: of the contexts. If the next token begins a page, that page gets a slot too, unless a frame waits for it. The page
+            table is not read.
+        tables: written: absent pages in ascending order, then -1; the pages to attend to, resident ones first, each in ascending order,
+            then -1.
     """
-    (slot_pages, attended), rows, budget = tables, candidates.rows, candidates.budget
+    (slot_pages, attended, _), rows, budget = tables, candidates.rows, candidates.budget
     num_kv_heads, capacity = slot_pages.shape[1:]
     weights, order, required = _select(candidates, candidates.seq_lens + 1, num_kv_heads)
     extra = budget.selected + capacity - budget.total
-    resident = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf")))
+    resident = (candidates.frames >= 0)[:, None]
+    in_slots = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf"))) & ~resident
     real = rows > 0
-    slot_pages[rows[real]] = _ranked(resident, capacity)[real]
-    slot_of_page = (resident.cumsum(-1) - 1).to(torch.int32)
-    wanted = _ranked(required, attended.shape[2])
-    slots = slot_of_page.gather(2, wanted.clamp(min=0).long()).where(wanted >= 0, -1)
-    attended[rows[real]] = slots[real]
+    slot_pages[rows[real]] = _ranked(in_slots, capacity)[real]
+    slot_of_page = (in_slots.cumsum(-1) - 1).to(torch.int32)
+    pages = torch.arange(required.shape[2], dtype=torch.int32, device=rows.device)
+    attended[rows[real]] = _listed((-2 - pages).where(resident, slot_of_page), required, resident, attended.shape[2])[real]
 
 
 def plan_pages(
     candidates: Candidates,
-    corrected: torch.Tensor,
+    heads: Heads,
     tables: Tables,
     reads: Reads,
     misses_now: Misses,
@@ -110,55 +112,56 @@ def plan_pages(
 ) -> None:
     """Write what each kv head reads in this step: if it is corrected, the pages that it selects now, else those of the last selection.
 
-    Every selected page gets a slot, and a resident page keeps its own. Empty slots are taken first, then the slots of the lightest pages
-    that are not required. The missing pages are put into these slots in ascending order.
+    A resident page is read in its frame. Every other selected page gets a slot, and keeps one that it has. Empty slots are taken first,
+    then the slots of the lightest pages that are not required. The missing pages are put into these slots in ascending order.
+
+    A page of the last selection may have become absent since. Its kv head is *lost*: the page is missing, and recalled for this step.
 
     Args:
         candidates: a corrected kv head selects among the candidates of ``seq_lens`` tokens. A selection for the next step is among those
             of ``seq_lens + 1``.
-        corrected: ``[B, H]`` bool, True for a kv head that is corrected in this step.
-        tables: updated. In ``attended`` slots of resident pages come first, then those of missing pages, both in ascending order, then -1.
+        heads: which are corrected; ``lost`` is written.
+        tables: updated. In ``attended`` resident pages come first, then pages in slots, then missing pages, each in ascending order (of
+            pages, of slots, of slots), then -1.
         reads: written: what this step attends to.
         misses_now, misses_ahead: lists that receive the units to recall for this step, and for the next. A page that is about to begin is
             never among them.
-        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, the chosen pages that were resident. HITS counts the first selection of a
-            kv head in a step.
-        ahead_first: kv heads that are not corrected plan ahead here, before attention, instead of in :func:`plan_rest`. Their tables are
-            then those of the next step.
+        counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, the chosen pages that were on the device. HITS counts the first selection
+            of a kv head in a step.
+        ahead_first: kv heads that are neither corrected nor lost plan ahead here, before attention, instead of in :func:`plan_rest`. Their
+            tables are then those of the next step.
     """
-    rows, (slot_pages, attended) = candidates.rows, tables
-    real, capacity = (rows > 0)[:, None], slot_pages.shape[2]
+    rows, real = candidates.rows, (candidates.rows > 0)[:, None]
+    held = tables.pages(rows)
+    heads.lost.copy_(((held >= 0) & (tables.frames(rows, candidates.frames) < 0)).any(-1) & real & ~heads.corrected)
     assert reads.present is not None
-    reads.slots.fill_(-1)
-    reads.present.fill_(attended.shape[2])
+    reads.frames.fill_(-1)
+    reads.present.fill_(tables.attended.shape[2])
 
-    def write_down(heads: tuple[torch.Tensor, ...]) -> None:
-        b, h = heads
-        listed = attended[rows[b], h]
-        reads.pages[heads] = slot_pages[rows[b], h].gather(1, listed.clamp(min=0).long())
-        reads.slots[heads] = (rows[b, None] * capacity + listed).where(listed >= 0, -1).to(torch.int32)
+    def write_down(whose: torch.Tensor) -> None:
+        reads.pages[whose] = tables.pages(rows)[whose]
+        reads.frames[whose] = tables.frames(rows, candidates.frames)[whose]
 
-    others = (real & ~corrected).nonzero(as_tuple=True)
-    write_down(others)
-    now = (real & corrected).nonzero(as_tuple=True)
-    reads.present[now] = _select_for(now, 0, candidates, corrected, tables, misses_now, counts)
-    write_down(now)
+    kept, corrected = real & ~heads.corrected & ~heads.lost, real & heads.corrected
+    write_down(kept)
+    reads.present[corrected] = _select_for(corrected, 0, candidates, heads.corrected, tables, misses_now, counts)
+    reads.present[heads.lost] = _select_for(heads.lost, 0, candidates, heads.corrected, tables, misses_now, counts, held=held)
+    write_down(corrected | heads.lost)
     if ahead_first:
-        _select_for(others, 1, candidates, corrected, tables, misses_ahead, counts)
+        _select_for(kept, 1, candidates, heads.corrected, tables, misses_ahead, counts)
 
 
 def plan_rest(
-    candidates: Candidates, corrected: torch.Tensor, tables: Tables, misses_ahead: Misses, counts: torch.Tensor, *, ahead_first: bool
+    candidates: Candidates, heads: Heads, tables: Tables, misses_ahead: Misses, counts: torch.Tensor, *, ahead_first: bool
 ) -> None:
     """Behind attention, plan ahead where :func:`plan_pages` did not.
 
-    A corrected kv head selects again if the next token begins a page; otherwise its candidates are the same. A kv head that is not
-    corrected selects here unless ``ahead_first``. Arguments as in :func:`plan_pages`.
+    A corrected kv head selects again if the next token begins a page; otherwise its candidates are the same. A lost one selects here, and
+    one that is neither unless ``ahead_first``. Arguments as in :func:`plan_pages`.
     """
     begins = (candidates.seq_lens % candidates.page_size == 0)[:, None]
-    wanted = corrected & begins if ahead_first else ~corrected | begins
-    heads = ((candidates.rows > 0)[:, None] & wanted).nonzero(as_tuple=True)
-    _select_for(heads, 1, candidates, corrected, tables, misses_ahead, counts)
+    wanted = heads.lost | (heads.corrected & begins if ahead_first else ~heads.corrected | begins)
+    _select_for((candidates.rows > 0)[:, None] & wanted, 1, candidates, heads.corrected, tables, misses_ahead, counts)
 
 
 def _select(candidates: Candidates, tokens: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,40 +170,52 @@ def _select(candidates: Candidates, tokens: torch.Tensor, num_kv_heads: int) -> 
 
 
 def _select_for(
-    heads: tuple[torch.Tensor, ...],
+    whose: torch.Tensor,
     more: int,
     candidates: Candidates,
     corrected: torch.Tensor,
     tables: Tables,
     misses: Misses,
     counts: torch.Tensor,
+    *,
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Select for the kv heads ``(b, h)`` with ``more`` tokens of context; returns ``[N]`` int32, how many of their pages were resident."""
-    (b, h), (slot_pages, attended), budget, page_size = heads, tables, candidates.budget, candidates.page_size
+    """Select for the kv heads of ``whose [B, H]`` with ``more`` tokens of context, and give slots to what is absent.
+
+    With ``held [B, H, A]`` those pages are selected. Returns ``[N]`` int32, how many of the pages of each kv head were on the device.
+    """
+    heads = b, h = whose.nonzero(as_tuple=True)
+    (slot_pages, attended, row_frames), budget, page_size = tables, candidates.budget, candidates.page_size
     rows, seq_lens, tokens, capacity = candidates.rows, candidates.seq_lens, candidates.seq_lens + more, slot_pages.shape[2]
     weights, _, required = (x[heads] for x in _select(candidates, tokens, slot_pages.shape[1]))
+    if held is not None:
+        marked = torch.zeros(*required.shape[:-1], required.shape[1] + 1, dtype=torch.bool, device=b.device)  # the last: no page
+        required = marked.scatter_(1, held[heads].where(held[heads] >= 0, required.shape[1]).long(), True)[:, :-1]
+    resident = candidates.frames[b] >= 0
     table = slot_pages[rows[b], h].long()
     page = table.clamp(0, required.shape[1] - 1)
-    kept = required.gather(1, page) & (table >= 0)
-    resident = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
-    missing = required & ~resident
+    kept = (required & ~resident).gather(1, page) & (table >= 0)
+    in_slots = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
+    missing = required & ~resident & ~in_slots
     needed = missing.sum(1, keepdim=True)
     worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
     victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, torch.arange(capacity, device=b.device) < needed)
     incoming = _ranked(missing, capacity).gather(1, (victim.cumsum(1) - 1).clamp(min=0)).where(victim, -1)
 
     slot_pages[rows[b], h] = incoming.where(victim, table.to(torch.int32))
-    place = torch.arange(capacity, device=b.device) + capacity * (~kept).int() + capacity * ~(kept | victim)
-    listed = place.sort(1).values[:, : attended.shape[2]]
-    attended[rows[b], h] = torch.where(listed < 2 * capacity, listed % capacity, -1).to(torch.int32)
+    read_in_frames = required & resident
+    pages, slots = (torch.arange(count, dtype=torch.int32, device=b.device) for count in (required.shape[1], capacity))
+    entries = torch.cat([(-2 - pages).expand_as(required), slots.expand_as(kept)], 1)
+    first = torch.cat([read_in_frames, kept], 1)
+    attended[rows[b], h] = _listed(entries, torch.cat([read_in_frames, kept | victim], 1), first, attended.shape[2])
     recalled = (incoming >= 0) & (incoming < (seq_lens[b] // page_size)[:, None])
     i, slot = recalled.nonzero(as_tuple=True)
-    misses.extend(candidates.page_table[b[i], incoming[i, slot].long()], h[i], rows[b[i]] * capacity + slot)
+    misses.extend(candidates.page_table[b[i], incoming[i, slot].long()], h[i], row_frames[rows[b[i]], slot])
 
     chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
     counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
     counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * (corrected[heads] != bool(more)))
-    return kept.sum(1, dtype=torch.int32)
+    return (read_in_frames.sum(1) + kept.sum(1)).to(torch.int32)
 
 
 def _pool(logits: torch.Tensor, pooling: Pooling) -> torch.Tensor:
@@ -220,3 +235,11 @@ def _ranked(mask: torch.Tensor, width: int) -> torch.Tensor:
     index = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32).expand(mask.shape)
     ranked = torch.full((*mask.shape[:-1], width + 1), -1, dtype=torch.int32, device=mask.device)
     return ranked.scatter_(-1, rank, index)[..., :width]
+
+
+def _listed(entries: torch.Tensor, mask: torch.Tensor, first: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., width]`` int32 ``entries`` at which ``mask [..., N]`` is True, those of ``first`` before the others, then -1."""
+    size, index = mask.shape[-1], torch.arange(mask.shape[-1], device=mask.device)
+    place = (index + size * (~first).int() + 2 * size * (~mask).int()).sort(-1).values[..., :width]
+    place = F.pad(place, (0, width - place.shape[-1]), value=2 * size)
+    return entries.expand_as(mask).gather(-1, place % size).where(place < 2 * size, -1).to(torch.int32)

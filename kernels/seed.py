@@ -17,7 +17,9 @@ def seed_slots(candidates: Candidates, tables: Tables) -> None:
         candidates.logits,
         candidates.rows,
         candidates.seq_lens,
-        *tables,
+        candidates.frames,
+        tables.slot_pages,
+        tables.attended,
         candidates.logits.shape[2],
         EXTRA=budget.selected + sizes.C - budget.total,
         SIZES=sizes,
@@ -31,6 +33,7 @@ def _seed_slots(
     p_logits,  # [B, H * G, P]
     p_rows,  # [B]
     p_seq_lens,  # [B]
+    p_frames,  # [B, P]
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     P,
@@ -44,19 +47,21 @@ def _seed_slots(
         return
     num_pages = tl.cdiv(tl.load(p_seq_lens + i_b).to(tl.int32) + 1, SIZES.S)
     p_group = p_logits + (i_b * SIZES.H + i_h) * SIZES.G * P
+    p_frames += i_b * P
     p_table = p_slot_pages + (row * SIZES.H + i_h) * SIZES.C
     p_list = p_attended + (row * SIZES.H + i_h) * SIZES.A
     if num_pages <= SIZES.P_FEW:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_FEW)
+        _seed(p_group, p_frames, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_FEW)
     elif num_pages <= SIZES.P_MANY:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_MANY)
+        _seed(p_group, p_frames, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_MANY)
     else:
-        _seed(p_group, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_BLOCK)
+        _seed(p_group, p_frames, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_BLOCK)
 
 
 @triton.jit
 def _seed(
     p_group,
+    p_frames,
     p_table,
     p_list,
     num_pages,
@@ -71,14 +76,19 @@ def _seed(
     o_p = tl.arange(0, P_BLOCK)
     m_fixed = (o_p < tl.minimum(num_pages, P)) & ((o_p < SIZES.SINK) | (o_p >= num_pages - SIZES.WINDOW))
     m_required = m_chosen | m_fixed
-    m_resident = m_required | heaviest(b_weight, tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0), EXTRA)
-    b_slot = tl.cumsum(m_resident.to(tl.int32), 0) - 1
-    b_rank = tl.cumsum(m_required.to(tl.int32), 0) - 1
-    num_resident = tl.sum(m_resident.to(tl.int32), 0)
+    m_resident = tl.load(p_frames + o_p, mask=o_p < tl.minimum(num_pages, P), other=-1) >= 0
+    m_extra = heaviest(b_weight, tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0), EXTRA)
+    m_in_slot = (m_required | m_extra) & ~m_resident
+    b_slot = tl.cumsum(m_in_slot.to(tl.int32), 0) - 1
+    b_in_frame = tl.cumsum((m_required & m_resident).to(tl.int32), 0) - 1
+    num_in_frames = tl.sum((m_required & m_resident).to(tl.int32), 0)
+    b_rank = num_in_frames + tl.cumsum((m_required & m_in_slot).to(tl.int32), 0) - 1
+    num_in_slots = tl.sum(m_in_slot.to(tl.int32), 0)
     num_required = tl.sum(m_required.to(tl.int32), 0)
 
     o_c, o_a = tl.arange(0, SIZES.C_BLOCK), tl.arange(0, SIZES.A_BLOCK)
-    tl.store(p_table + b_slot, o_p, mask=m_resident & (b_slot < SIZES.C))
-    tl.store(p_table + o_c, -1, mask=(o_c >= num_resident) & (o_c < SIZES.C))
-    tl.store(p_list + b_rank, b_slot, mask=m_required & (b_rank < SIZES.A))
+    tl.store(p_table + b_slot, o_p, mask=m_in_slot & (b_slot < SIZES.C))
+    tl.store(p_table + o_c, -1, mask=(o_c >= num_in_slots) & (o_c < SIZES.C))
+    tl.store(p_list + b_in_frame, -2 - o_p, mask=m_required & m_resident & (b_in_frame < SIZES.A))
+    tl.store(p_list + b_rank, b_slot, mask=m_required & m_in_slot & (b_rank < SIZES.A))
     tl.store(p_list + o_a, -1, mask=(o_a >= num_required) & (o_a < SIZES.A))

@@ -13,7 +13,7 @@ class Units(NamedTuple):
 
     Args:
         starts: ``[M]``; a unit's first token is in token row ``start * tokens_per_start``.
-        tokens_per_start: the page size if ``starts`` are slots, 1 if they are token rows.
+        tokens_per_start: the page size if ``starts`` are frames, 1 if they are token rows.
         heads, host_pages: ``[M]`` kv head and host page of each unit.
         length: ``[2]`` int32: the number of units among the M entries, and a number that differs from call to call.
     """

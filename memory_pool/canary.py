@@ -56,8 +56,8 @@ class Canary:
         kernels.checksum_pages(keys, values, starts, host_pages, self.checksums[layer], self.page_size)
 
     def verify_recalled(self, layer: int, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Examine the units that the last recall of ``misses`` brought to the slots of ``keys`` and ``values``, ``[R * C, S, H, D]``."""
-        units = Units(misses.slots, self.page_size, misses.heads, misses.host_pages, misses.recalled)
+        """Examine the units that the last recall of ``misses`` brought to the frames of ``keys`` and ``values``, ``[F, S, H, D]``."""
+        units = Units(misses.frames, self.page_size, misses.heads, misses.host_pages, misses.recalled)
         self._verify(layer, keys.flatten(0, 1), values.flatten(0, 1), units, self.every)
 
     def verify_staged(

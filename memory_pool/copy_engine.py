@@ -33,14 +33,14 @@ class CopyEngineRecall:
         self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0, closely: bool = False
     ) -> None:
         """As ``kernels.recall_pages``; ``programs`` and ``closely`` have no effect."""
-        host_pages, heads, slots = (column.long() for column in misses.columns())
+        host_pages, heads, frames = (column.long() for column in misses.columns())
         units = list(zip(host_pages.tolist(), heads.tolist()))
         size = len(self.buffers[0])
         for turn, start in enumerate(range(0, len(units), size)):
             part = slice(start, start + size)
             buffer = self._copy(host_pool, units[part], turn % 2)
-            keys[slots[part], :, heads[part]] = buffer[:, 0]
-            values[slots[part], :, heads[part]] = buffer[:, 1]
+            keys[frames[part], :, heads[part]] = buffer[:, 0]
+            values[frames[part], :, heads[part]] = buffer[:, 1]
             if self.on_gpu:
                 self.converted[turn % 2].record()
         misses.clear()

@@ -17,10 +17,11 @@ class LayerCache:
     """The device cache of one layer.
 
     Args:
-        keys, values: ``[R * C, S, H, D]``; row r owns slots ``r * C .. r * C + C - 1``.
-        slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 for an empty one. Kv heads share the memory of a slot,
+        keys, values: ``[F, S, H, D]``, F frames.
+        slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 for an empty one. Kv heads share the frame of a slot,
             but each has a page of its own in it.
-        attended: ``[R, H, A]`` int32 slots, numbered within the row, of the pages that the next step attends to, then -1.
+        attended: ``[R, H, A]`` int32 pages that the next step attends to, as in ``Tables``.
+        row_frames: ``[R, C]`` int32 frame of each slot; one table for all layers.
         previous_queries: ``[R, Hq, D]`` post-RoPE queries of the last step.
     """
 
@@ -28,16 +29,17 @@ class LayerCache:
     values: torch.Tensor
     slot_pages: torch.Tensor
     attended: torch.Tensor
+    row_frames: torch.Tensor
     previous_queries: torch.Tensor
 
     @property
     def token_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as ``[R * C * S, H, D]``."""
+        """Keys and values as ``[F * S, H, D]``."""
         return self.keys.flatten(0, 1), self.values.flatten(0, 1)
 
     @property
     def tables(self) -> Tables:
-        return Tables(self.slot_pages, self.attended)
+        return Tables(self.slot_pages, self.attended, self.row_frames)
 
 
 class Slots(NamedTuple):
@@ -65,6 +67,8 @@ class DeviceCache:
         self.page_size, self.num_kv_heads, dim = page_size, shape.kv_heads, shape.head_dim
         storage, compute, _ = shape.format
 
+        self.row_frames = torch.arange(num_rows * num_slots, dtype=torch.int32, device=device).view(num_rows, num_slots)
+
         def pages() -> torch.Tensor:
             return torch.zeros((num_rows * num_slots, page_size, shape.kv_heads, dim), dtype=storage, device=device)
 
@@ -77,6 +81,7 @@ class DeviceCache:
                 values=pages(),
                 slot_pages=table(num_slots),
                 attended=table(num_attended),
+                row_frames=self.row_frames,
                 previous_queries=torch.zeros(num_rows, shape.query_heads, dim, dtype=compute, device=device),
             )
             for _ in range(shape.retrieval_layers)
@@ -84,23 +89,24 @@ class DeviceCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in vars(layer).values())
+        own = (tensor for layer in self.layers for tensor in vars(layer).values() if tensor is not self.row_frames)
+        return self.row_frames.nbytes + sum(tensor.nbytes for tensor in own)
 
     def check_integrity(self) -> None:
         """Check the tables of all rows.
 
         Raises:
-            RuntimeError: a kv head has a page in two slots, lists a slot twice or lists an empty slot. Or the kv heads of a row list
-                different numbers of slots.
+            RuntimeError: a kv head has a page in two slots, attends to a page twice or to an empty slot. Or the kv heads of a row attend
+                to different numbers of pages.
         """
         for index, layer in enumerate(self.layers):
-            listed = layer.attended[1:].long()
-            found = layer.slot_pages[1:].gather(2, listed.clamp(min=0))
-            count = (listed >= 0).sum(-1)
+            listed = layer.attended[1:]
+            pages = layer.tables.pages(torch.arange(1, self.num_rows, device=listed.device))
+            count = (listed != -1).sum(-1)
             faults = {
                 "a page twice": _repeats(layer.slot_pages[1:]),
-                "a slot attended to twice": _repeats(listed),
-                "an empty slot attended to": ((listed >= 0) & (found < 0)).any(-1),
+                "an empty slot attended to": ((listed >= 0) & (pages < 0)).any(-1),
+                "a page attended to twice": _repeats(pages),
                 "kv heads that attend to different numbers of pages": count != count[:, :1],
             }
             for fault, where in faults.items():

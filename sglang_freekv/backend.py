@@ -43,6 +43,7 @@ class FreeKVAttnBackend(AttentionBackend):
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self.batch: DecodeBatch | None = None
         self.page_table: torch.Tensor | None = None
+        self.frames: torch.Tensor | None = None
         model_runner.capture_tail_hooks.append(self._join)
         if model_runner.device != "cpu":
             compile_all(self.retrieval, self.token_to_kv_pool.num_rows, self._most_pages, self.req_to_token_pool.req_to_token)
@@ -59,12 +60,13 @@ class FreeKVAttnBackend(AttentionBackend):
         rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
         page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
+        frames = torch.full_like(page_table, -1)
         if forward_batch.forward_mode.is_decode():
-            self.batch = DecodeBatch(rows, seq_lens, page_table)
+            self.batch = DecodeBatch(rows, seq_lens, page_table, frames)
             self.planner.note_step()
         else:
             lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
-            plan = self.planner.plan(rows, page_table, *lengths, self.req_to_token_pool.req_to_token)
+            plan = self.planner.plan(rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token)
             self.batch = plan.batch
             self.retrieval.prepare_extend(plan)
 
@@ -72,6 +74,7 @@ class FreeKVAttnBackend(AttentionBackend):
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
         device = self.req_to_token_pool.req_to_token.device
         self.page_table = torch.zeros((max_bs, self._most_pages), dtype=torch.int32, device=device)
+        self.frames = torch.full_like(self.page_table, -1)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()
@@ -89,7 +92,7 @@ class FreeKVAttnBackend(AttentionBackend):
         rows, seq_lens = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
         self._snapshot(rows, seq_lens, self.page_table[:size])
         if in_capture:
-            self.batch = DecodeBatch(rows, seq_lens, self.page_table[:size])
+            self.batch = DecodeBatch(rows, seq_lens, self.page_table[:size], self.frames[:size])
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self.dense.init_forward_metadata_in_graph(forward_batch)

@@ -17,11 +17,13 @@ class DecodeBatch:
         rows: ``[B]`` row of each request, 0 for padding.
         seq_lens: ``[B]`` tokens of context, the new one included.
         page_table: ``[B, P]`` logical page -> host page. It is a snapshot, because the scheduler may rewrite its table during the pass.
+        frames: ``[B, P]`` int32 logical page -> frame, -1 for an absent page. Frames change hands between passes only.
     """
 
     rows: torch.Tensor
     seq_lens: torch.Tensor
     page_table: torch.Tensor
+    frames: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,20 @@ class ExtendBatch(DecodeBatch):
 
     @classmethod
     def build(
-        cls, rows: torch.Tensor, page_table: torch.Tensor, prefix_lens: list[int], query_lens: list[int], page_size: int
+        cls,
+        rows: torch.Tensor,
+        page_table: torch.Tensor,
+        frames: torch.Tensor,
+        prefix_lens: list[int],
+        query_lens: list[int],
+        page_size: int,
     ) -> ExtendBatch:
         """Lay out the contexts of a batch.
 
         Args:
             rows: ``[B]`` row of each request.
             page_table: ``[B, P]`` logical page -> host page.
+            frames: ``[B, P]`` logical page -> frame.
             prefix_lens, query_lens: tokens of each request's prefix, and its new tokens.
             page_size: S.
 
@@ -72,6 +81,7 @@ class ExtendBatch(DecodeBatch):
             rows=rows,
             seq_lens=_to_device(key, device),
             page_table=page_table,
+            frames=frames,
             query_lens=query_lens,
             key_lens=key.tolist(),
             context_starts=_to_device(starts, device),

@@ -8,7 +8,7 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.engine import Engine
-from sglang_freekv.kernels import Candidates, Reads
+from sglang_freekv.kernels import Candidates, Heads, Reads
 from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, CORRECTION
 from sglang_freekv.kernels.shares import Shares
 
@@ -47,7 +47,7 @@ class DecodeStep:
     """
 
     candidates: Candidates  # what the plans select among
-    corrected: torch.Tensor  # [B, H] bool
+    heads: Heads  # which are corrected, and which have lost a page
     reads: Reads  # what this step attends to
     shares: Shares  # of both attentions
     output: torch.Tensor
@@ -68,7 +68,7 @@ class DecodeStep:
     def append(self) -> None:
         """Append the new tokens. A page that one of them fills is digested and offloaded."""
         batch, cache = self.batch, self.cache
-        given = self.keys, self.values, batch.rows, batch.seq_lens, batch.page_table, cache.slot_pages
+        given = self.keys, self.values, batch.rows, batch.seq_lens, batch.page_table, batch.frames, cache.tables
         starts, filled = kernels.append_tokens(*given, keys=cache.keys, values=cache.values)
         self.engine.policy.digests.write(cache.token_rows[0], starts, filled, self.digests)
         self.engine.offload(self.layer, *cache.token_rows, starts, filled)
@@ -77,19 +77,18 @@ class DecodeStep:
         """Find the kv heads whose queries are unlike their last ones."""
         engine, cache = self.engine, self.cache
         heads, attended = engine.cache.num_kv_heads, engine.cache.num_attended
-        self.corrected = engine.policy.corrected(self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
-        self.reads = Reads.allocate(len(self.corrected), heads, attended, self.corrected.device)
+        corrected = engine.policy.corrected(self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
+        self.heads = Heads(corrected, torch.empty_like(corrected))
+        self.reads = Reads.allocate(len(corrected), heads, attended, corrected.device)
         self.shares = kernels.allocate_shares(self.queries, cache.keys, self.reads)
 
     def plan(self) -> None:
         """Write down what this step attends to. Kv heads that are not corrected plan ahead too, with ``plans_ahead_first``."""
         engine, logits = self.engine, self.candidates.logits
-        adjusted = engine.policy.adjust(self.layer, logits, self.corrected, lambda: engine.held(self.layer, self.batch))
+        adjusted = engine.policy.adjust(self.layer, logits, self.heads.corrected, lambda: engine.held(self.layer, self.batch))
         self.candidates = self.candidates._replace(logits=adjusted)
         misses = engine.misses_now, engine.misses_ahead[self.layer]
-        kernels.plan_pages(
-            self.candidates, self.corrected, self.cache.tables, self.reads, *misses, engine.counts, ahead_first=self.ahead_first
-        )
+        kernels.plan_pages(self.candidates, self.heads, self.cache.tables, self.reads, *misses, engine.counts, ahead_first=self.ahead_first)
 
     def correct(self) -> None:
         """Recall what corrected kv heads miss, and attend to it."""
@@ -114,7 +113,7 @@ class DecodeStep:
         engine, candidates = self.engine, self.candidates
         del self.candidates
         misses = engine.misses_ahead[self.layer]
-        kernels.plan_rest(candidates, self.corrected, self.cache.tables, misses, engine.counts, ahead_first=self.ahead_first)
+        kernels.plan_rest(candidates, self.heads, self.cache.tables, misses, engine.counts, ahead_first=self.ahead_first)
 
     def recall_ahead(self) -> None:
         """Recall what the next step misses."""

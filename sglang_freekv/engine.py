@@ -10,7 +10,7 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.kernels import Candidates, Misses, Reads
+from sglang_freekv.kernels import Candidates, Misses
 from sglang_freekv.memory_pool.recall_clock import RecallClock
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, Streams
@@ -82,13 +82,14 @@ class Engine:
     def candidates(self, logits: torch.Tensor, batch: DecodeBatch) -> Candidates:
         """What a plan selects among by the scores ``logits [B, Hq, P]``."""
         config = self.config
-        return Candidates(logits, batch.rows, batch.seq_lens, batch.page_table, config.pages, config.page_size, self.policy.pooling)
+        where = batch.rows, batch.seq_lens, batch.page_table, batch.frames
+        return Candidates(logits, *where, config.pages, config.page_size, self.policy.pooling)
 
     def held(self, layer: int, batch: DecodeBatch) -> torch.Tensor:
         """``[B, H, P]`` bool: the pages that each kv head attends to by the tables."""
-        reads, pages = Reads.of(batch.rows, *self.cache.layers[layer].tables), batch.page_table.shape[1]
-        marked = torch.zeros((*reads.pages.shape[:2], pages + 1), dtype=torch.bool, device=reads.pages.device)  # the last: no page
-        return marked.scatter_(2, reads.pages.where(reads.slots >= 0, pages).clamp(max=pages).long(), True)[..., :pages]
+        held, pages = self.cache.layers[layer].tables.pages(batch.rows), batch.page_table.shape[1]
+        marked = torch.zeros((*held.shape[:2], pages + 1), dtype=torch.bool, device=held.device)  # the last: no page
+        return marked.scatter_(2, held.where(held >= 0, pages).clamp(max=pages).long(), True)[..., :pages]
 
     def offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
         """Copy full pages to the host pool, and let the canary write their checksums. Arguments are as in ``kernels.offload_pages``."""

@@ -54,14 +54,20 @@ class ExtendPlanner:
         self.settled = None if fills_page else self.stream.mark()
 
     def plan(
-        self, rows: torch.Tensor, page_table: torch.Tensor, prefix_lens: list[int], query_lens: list[int], req_to_token: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        page_table: torch.Tensor,
+        frames: torch.Tensor,
+        prefix_lens: list[int],
+        query_lens: list[int],
+        req_to_token: torch.Tensor,
     ) -> ExtendPlan:
         """Plan the extend that follows.
 
         Prefixes are looked up in the scheduler's own rows: SGLang fills the buffer of ``rows`` behind the pass before.
 
         Args:
-            rows, page_table, prefix_lens, query_lens: as in ``ExtendBatch.build``.
+            rows, page_table, frames, prefix_lens, query_lens: as in ``ExtendBatch.build``.
             req_to_token: ``[R, context]`` KV index of each token, the scheduler's table.
 
         Raises:
@@ -69,7 +75,7 @@ class ExtendPlanner:
         """
         settled, tables = self.settled, self.tables
         self.settled = self.tables = None
-        batch = ExtendBatch.build(rows, page_table, prefix_lens, query_lens, self.page_size)
+        batch = ExtendBatch.build(rows, page_table, frames, prefix_lens, query_lens, self.page_size)
         prefixes = Prefixes.build(req_to_token, rows if tables is None else tables[1], prefix_lens, query_lens, self.page_size)
         behind = None if settled is None or tables is None else (settled, tables[0])
         return ExtendPlan(batch, prefixes, behind)

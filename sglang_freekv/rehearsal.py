@@ -37,6 +37,7 @@ def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torc
     page_table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
     page = retrieval.config.page_size
     kernels.snapshot_pages(req_to_token, padding, padding, page_table, page)
+    frames = torch.full_like(page_table, -1)
 
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=device)
@@ -44,10 +45,11 @@ def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torc
         return queries, keys, values
 
     for size in _batch_sizes(requests):
-        batch = DecodeBatch(padding[:size], padding[:size] + 1, page_table[:size])
+        batch = DecodeBatch(padding[:size], padding[:size] + 1, page_table[:size], frames[:size])
         retrieval.decode(0, *tokens(size), batch, scale)
         retrieval.end_step(batch.rows)
-    plan = ExtendPlanner(retrieval.streams.transfers, page).plan(padding[:1], page_table[:1], [page], [page], req_to_token)
+    planner = ExtendPlanner(retrieval.streams.transfers, page)
+    plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], req_to_token)
     retrieval.prepare_extend(plan)
     retrieval.extend(0, *tokens(page), plan.batch, scale)
     retrieval.complete_all_transfers()

@@ -100,4 +100,4 @@ class Retrieval(Engine):
         kernels.seed_slots(self.candidates(logits, batch), cache.tables)
         cache.previous_queries[batch.rows] = queries
         context = context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens
-        kernels.fill_pages(*context, cache.slot_pages, keys=cache.keys, values=cache.values)
+        kernels.fill_pages(*context, cache.tables, keys=cache.keys, values=cache.values)

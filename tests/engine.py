@@ -138,7 +138,8 @@ class Engine:
         spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
         size = self.config.page_size
         self.req_to_token[rows, : table.shape[1] * size : size] = table * size
-        plan = self.planner.plan(rows, table, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.req_to_token)
+        frames = torch.full_like(table, -1, dtype=torch.int32)
+        plan = self.planner.plan(rows, table, frames, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.req_to_token)
         self.retrieval.prepare_extend(plan)
         outputs = [
             self.retrieval.extend(
@@ -155,7 +156,8 @@ class Engine:
         self.planner.note_step()
         for request in requests:
             request.tokens += 1
-        batch = DecodeBatch(rows, self.to_device(torch.tensor([request.tokens for request in requests])), table)
+        frames = torch.full_like(table, -1, dtype=torch.int32)
+        batch = DecodeBatch(rows, self.to_device(torch.tensor([request.tokens for request in requests])), table, frames)
         return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
 
     def prepare_replay(self, fills_page: bool) -> None:

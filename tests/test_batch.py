@@ -21,7 +21,7 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
     width = max(prefix + query for prefix, query in zip(prefixes, queries)) // page_size + 1 + spare
     table = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(width)).view(-1, width) + 1
     rows = torch.arange(len(spans)) + 1
-    batch = ExtendBatch.build(rows, table, prefixes, queries, page_size)
+    batch = ExtendBatch.build(rows, table, -table, prefixes, queries, page_size)
     tokens = torch.zeros(len(spans) + 1, width * page_size, dtype=torch.int64)
     tokens[1:] = table.repeat_interleave(page_size, 1) * page_size + torch.arange(width * page_size) % page_size
     staged = Prefixes.build(tokens, rows, prefixes, queries, page_size).look_up()
@@ -52,4 +52,4 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
 def test_a_prefix_that_is_not_whole_pages_is_refused(pages, over, page_size):
     prefix = pages * page_size + 1 + over % (page_size - 1)
     with pytest.raises(RuntimeError, match=f"prefix of {prefix} tokens, expected a multiple of the page size {page_size}$"):
-        ExtendBatch.build(torch.tensor([1, 2]), torch.ones(2, 200, dtype=torch.int64), [0, prefix], [1, 1], page_size)
+        ExtendBatch.build(torch.tensor([1, 2]), *torch.ones(2, 2, 200, dtype=torch.int64), [0, prefix], [1, 1], page_size)

@@ -13,12 +13,12 @@ SUBPACKAGES = ("kernels", "memory_pool", "scheduler_patch", "launch")
 SWAPPED = """
 import torch
 from sglang_freekv import kernels
-from sglang_freekv.kernels import Candidates, Misses, Reads, Tables
+from sglang_freekv.kernels import Candidates, Heads, Misses, Tables
 
 
-def plan(candidates: Candidates, corrected: torch.Tensor, tables: Tables, misses: Misses, counts: torch.Tensor) -> None:
-    kernels.plan_rest(candidates, tables, corrected, misses, counts, ahead_first=True)
-    kernels.plan_rest(candidates, corrected, tables, misses, counts)
+def plan(candidates: Candidates, heads: Heads, tables: Tables, misses: Misses, counts: torch.Tensor) -> None:
+    kernels.plan_rest(candidates, tables, heads, misses, counts, ahead_first=True)
+    kernels.plan_rest(candidates, heads, tables, misses, counts)
     candidates.page_tables
 """
 
@@ -52,7 +52,7 @@ def test_types(types):
 def test_a_swapped_argument_is_found(types, tmp_path):
     (tmp_path / "swapped.py").write_text(SWAPPED)
     found = mypy(types, tmp_path / "swapped.py").splitlines()
-    expected = ['Argument 2 has incompatible type "Tables"', 'Argument 3 has incompatible type "Tensor"', 'Missing named argument "ahead_first"',
+    expected = ['Argument 2 has incompatible type "Tables"', 'Argument 3 has incompatible type "Heads"', 'Missing named argument "ahead_first"',
                 '"Candidates" has no attribute "page_tables"']  # fmt: skip
     assert len(found) == len(expected) + 1 and all(fault in line for fault, line in zip(expected, found)), "\n".join(found)
 

@@ -79,7 +79,7 @@ def test_a_step_attends_to_sink_window_and_a_whole_budget(method, prompts, monke
                 n, parts = request.tokens, []
                 count = -(-n // 4)
                 for head in range(HEADS):
-                    pages = sorted(reads[layer].pages[index, head][reads[layer].slots[index, head] >= 0].tolist())
+                    pages = sorted(reads[layer].pages[index, head][reads[layer].frames[index, head] >= 0].tolist())
                     assert len(set(pages)) == len(pages) == min(count, 10) and {0, 1, count - 2, count - 1} <= {*pages}
                     assert method.name != EXAMPLE or pages == [0, 1, *range(max(2, count - 8), count)]
                     parts.append(attend(request, layer, head, n - 1, [t for p in pages for t in range(p * 4, min(p * 4 + 4, n))]))

@@ -227,7 +227,7 @@ def test_the_digest_check_tells_corruption_from_nan():
         store.check_integrity(pages, policy)
 
 
-@pytest.mark.parametrize("damage", ["a page twice", "different numbers", "empty slot", "slot attended to twice", "padding page"])
+@pytest.mark.parametrize("damage", ["a page twice", "different numbers", "empty slot", "page attended to twice", "padding page"])
 def test_broken_invariants_are_found(damage):
     engine = Engine(CONFIGS["tight"], prompts=[100], steps=8, stream=InlineStream)
     engine.run(steps=8)
@@ -240,7 +240,7 @@ def test_broken_invariants_are_found(damage):
         cache.slot_pages[row, 1, 4] = cache.slot_pages[row, 1, 5]
     elif damage == "empty slot":
         cache.slot_pages[row, 1, 4] = -1
-    elif damage == "slot attended to twice":
+    elif damage == "page attended to twice":
         cache.attended[row, 1, 4] = cache.attended[row, 1, 5]
     else:
         cache.attended[row, 1, 9] = -1

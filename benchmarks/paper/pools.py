@@ -57,15 +57,16 @@ class Requests:
         self.rows = torch.arange(1, batch + 1, device=device)
         self.seq_lens = torch.full((batch,), context, device=device)
         self.table = torch.randint(1, pools.host_pages, (batch, pages), dtype=torch.int32, device=device)
+        self.frames = torch.full_like(self.table, -1)  # nothing is resident
 
     @property
     def batch(self) -> DecodeBatch:
-        return DecodeBatch(self.rows, self.seq_lens, self.table)
+        return DecodeBatch(self.rows, self.seq_lens, self.table, self.frames)
 
     def seed(self, cache: LayerCache, config: FreeKVConfig, logits: torch.Tensor | None = None) -> None:
         """Pages for the first step, by ``logits [B, Hq, P]`` or at random."""
         if logits is None:
             heads = cache.previous_queries.shape[1]
             logits = torch.randn(*self.table.shape[:1], heads, self.table.shape[1], device=self.table.device)
-        candidates = Candidates(logits, self.rows, self.seq_lens, self.table, config.pages, config.page_size)
+        candidates = Candidates(logits, self.rows, self.seq_lens, self.table, self.frames, config.pages, config.page_size)
         kernels.seed_slots(candidates, cache.tables)

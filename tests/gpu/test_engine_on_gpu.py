@@ -95,7 +95,7 @@ class CapturedEngine(Engine):
         self.seq_lens.fill_(1)
         self.table = torch.zeros((size, table.shape[1]), dtype=torch.int32, device="cuda")
         self.tokens = [self._padded(self.new_tokens(layer, self.requests)) for layer in range(LAYERS)]
-        self.batch = DecodeBatch(self.rows, self.seq_lens, self.table)
+        self.batch = DecodeBatch(self.rows, self.seq_lens, self.table, torch.full_like(self.table, -1))
         for _ in range(2):
             self._step()
         self.graph = torch.cuda.CUDAGraph()
@@ -271,7 +271,7 @@ class ScheduledEngine(CapturedEngine):
         torch.cuda.current_stream().wait_stream(self.schedule)
         self.rows_of_pass.copy_(scheduled)
         rows, table = self._tensors([newcomer])
-        plan = self.planner.plan(rows, table, [prefix], [5], self.tables)
+        plan = self.planner.plan(rows, table, torch.full_like(table, -1, dtype=torch.int32), [prefix], [5], self.tables)
         self.retrieval.prepare_extend(plan)
         tokens = [[self.to_device(getattr(newcomer, x)[layer, prefix : prefix + 5]) for x in "qkv"] for layer in range(LAYERS)]
         return [self.retrieval.extend(layer, *tokens[layer], plan.batch, SCALE) for layer in range(LAYERS)]
@@ -412,11 +412,12 @@ def test_a_decode_step_never_waits_for_the_device():
     tokens = [engine.new_tokens(layer, engine.requests) for layer in range(LAYERS)]
     rows, table = engine._tensors(engine.requests)
     seq_lens = torch.tensor([request.tokens + 1 for request in engine.requests], device="cuda")
+    batch = DecodeBatch(rows, seq_lens, table, torch.full_like(table, -1, dtype=torch.int32))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for layer in range(LAYERS):
-            engine.retrieval.decode(layer, *tokens[layer], DecodeBatch(rows, seq_lens, table), SCALE)
+            engine.retrieval.decode(layer, *tokens[layer], batch, SCALE)
         engine.retrieval.complete_all_transfers()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import Candidates, Misses, Reads, Tables, attend, plan, recall, score
+from sglang_freekv.kernels import Candidates, Heads, Misses, Reads, Tables, attend, plan, recall, score
 from sglang_freekv.kernels.follow import can_follow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a Hopper")
@@ -45,7 +45,8 @@ class Correction:
     def run(self, between=lambda: None) -> list[torch.Tensor]:
         """What the kernels leave, with ``between`` them. All of them are given to the device before the first one begins, and what one
         writes for another held nonsense before."""
-        tables = Tables(*torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda"))
+        row_frames = torch.arange((REQUESTS + 1) * SLOTS, dtype=torch.int32, device="cuda").view(-1, SLOTS)
+        tables = Tables(*torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda"), row_frames)
         keys, values = torch.zeros(2, (REQUESTS + 1) * SLOTS, S, H, D, dtype=torch.bfloat16, device="cuda")
         reads = Reads(*(tensor.zero_() for tensor in Reads.allocate(REQUESTS, H, SLOTS, torch.device("cuda"))))
         shares = attend.allocate_shares(self.queries, keys, reads)
@@ -57,8 +58,9 @@ class Correction:
         with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options)):
             logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, scale=D**-0.5)
         between()
-        candidates = Candidates(logits, self.rows, self.lens, self.table, BUDGET, S)
-        plan.plan_pages(candidates, self.corrected, tables, reads, now, ahead, self.counts, ahead_first=True)
+        candidates = Candidates(logits, self.rows, self.lens, self.table, torch.full_like(self.table, -1), BUDGET, S)
+        heads = Heads(self.corrected, torch.zeros_like(self.corrected))
+        plan.plan_pages(candidates, heads, tables, reads, now, ahead, self.counts, ahead_first=True)
         between()
         recall.recall_pages(self.host, now, keys, values, 64, closely=True)
         between()

@@ -53,7 +53,7 @@ class TimedEngine(Engine):
         rows, table = self._tensors(self.requests)
         self.rows, self.seq_lens, self.table = torch.zeros_like(rows), torch.ones_like(rows), torch.zeros_like(table)
         self.tokens = [self.new_tokens(layer, self.requests) for layer in range(LAYERS)]
-        self.batch = DecodeBatch(self.rows, self.seq_lens, self.table)
+        self.batch = DecodeBatch(self.rows, self.seq_lens, self.table, torch.full_like(self.table, -1))
         for _ in range(2):
             self.step()
         self.graph = torch.cuda.CUDAGraph()

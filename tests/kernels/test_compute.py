@@ -249,7 +249,7 @@ def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(pro
     monkeypatch.setattr(attend, "PROGRAMS", programs)
     monkeypatch.setattr(attend, "PROGRAMS_OF_THE_REST", rest)
     (queries, keys, values, lens, reads, scale), rows = attention_case(3, 2, 16, S=4)
-    width, listed = reads.slots.shape[2], (reads.slots >= 0).sum(-1)
+    width, listed = reads.frames.shape[2], (reads.frames >= 0).sum(-1)
     whole = attend.attend_pages(queries, keys, values, lens, reads, scale)
     share = torch.tensor([0.0, 0.5, 1.0], device=DEVICE)[torch.randint(3, listed.shape, device=DEVICE)]
     present = torch.where(torch.rand(listed.shape, device=DEVICE) < 0.3, width, (share * listed).int()).int()
@@ -257,7 +257,7 @@ def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(pro
     assert waits.any() and not waits[rows > 0].all() and (present == listed).any()
     coming = torch.zeros(len(keys), 3, dtype=torch.bool, device=DEVICE)
     for b, h in waits.nonzero().tolist():
-        coming[reads.slots[b, h, present[b, h] : listed[b, h]].long(), h] = True
+        coming[reads.frames[b, h, present[b, h] : listed[b, h]].long(), h] = True
     not_yet = [tensor.masked_fill(coming[:, None, :, None], torch.nan) for tensor in (keys, values)]
     reads = reads._replace(present=present)
 

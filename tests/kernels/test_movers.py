@@ -7,6 +7,7 @@ import torch
 
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.append import append_tokens
+from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.digest import digest_pages
 from sglang_freekv.kernels.fill import fill_pages
 from sglang_freekv.kernels.misses import Misses
@@ -77,6 +78,11 @@ def ids(values: list[int], integer: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=integer, device=DEVICE)
 
 
+def lent(slot_pages: torch.Tensor, R: int, C: int) -> Tables:
+    """``slot_pages [R, H, C]`` with a frame for each slot, in any order."""
+    return Tables(slot_pages, slot_pages, torch.randperm(R * C).view(R, C).to(torch.int32).to(DEVICE))
+
+
 def slot_tables(R: int, H: int, C: int, pages: int) -> torch.Tensor:
     """``[R, H, C]`` int32: some of ``pages`` and some -1, in every kv head's own order; row 0 empty."""
     kept = torch.stack([torch.randperm(max(pages, C))[:C] for _ in range(R * H)]).view(R, H, C)
@@ -103,15 +109,17 @@ def test_append(S, H, D, dtype, integer, C, monkeypatch):
     tables[3, H - 1, C - 1] = 1  # the last slot
     new = draw(len(rows), 3 * H, D, dtype=dtype)  # as keys and values lie in the output of one projection
     new_keys, new_values = new[:, H : 2 * H], new[:, 2 * H :].clone()
-    found, expected = poisoned(R * C, S, H, D, dtype=dtype), poisoned(R * C, S, H, D, dtype=dtype)
-    asked = (ids(rows, integer), seq_lens, page_table, tables)
+    found, expected = poisoned(R * C + 1, S, H, D, dtype=dtype), poisoned(R * C + 1, S, H, D, dtype=dtype)
+    frames = torch.full((len(rows), P), -1, dtype=torch.int32, device=DEVICE)
+    frames[3, 7] = R * C  # a page that is being filled, whatever the slots say
+    asked = (ids(rows, integer), seq_lens, page_table, frames, lent(tables, R, C))
     wanted = reference.append_tokens(new_keys, new_values, *asked, keys=expected[0], values=expected[1])
     monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full([shape] if isinstance(shape, int) else shape, -7, **options))
     starts, filled = append_tokens(new_keys, new_values, *asked, keys=found[0], values=found[1])
     monkeypatch.undo()
     assert_same_bits(found, expected)
     assert starts.dtype == filled.dtype == torch.int32
-    assert starts.tolist() == wanted[0].tolist() and filled.tolist() == wanted[1].tolist()
+    assert starts.tolist() == wanted[0].tolist() and starts[3].tolist() == [R * C * S] * H and filled.tolist() == wanted[1].tolist()
     assert filled[0] == page_table[0, 1] and filled[1] == filled[4] == -1 and not starts[1].any()
 
 
@@ -198,7 +206,7 @@ def random_misses(count: int, n_page: int, n_slot: int, H: int) -> tuple[Misses,
     host_pages[:1] = n_page - 1
     lists = Misses.allocate(40, DEVICE), Misses.allocate(40, DEVICE)
     for each in lists:
-        for column in (each.host_pages, each.heads, each.slots):
+        for column in (each.host_pages, each.heads, each.frames):
             column.fill_(-(10**6))  # past the end of the list nothing may be believed
         each.extend(host_pages.int(), (target % H).int(), (target // H).int())
     return lists
@@ -269,11 +277,12 @@ def test_fill(S, H, D, dtype, integer):
     source = draw(2, int(seq_lens.sum()), H, D, dtype=dtype)
     before = source.clone()
     found, expected = poisoned(R * C, S, H, D, dtype=dtype), poisoned(R * C, S, H, D, dtype=dtype)
-    asked = (starts, ids(rows, integer), seq_lens, tables)
+    asked = (starts, ids(rows, integer), seq_lens, lent(tables, R, C))
     fill_pages(*source, *asked, keys=found[0], values=found[1])
     reference.fill_pages(*source, *asked, keys=expected[0], values=expected[1])
     assert_same_bits(found, expected)
-    assert found[0][:C].isnan().all() and not found[0][5 * C - 1].isnan().any()
+    frames = asked[-1].row_frames.long()
+    assert found[0][frames[0]].isnan().all() and not found[0][frames[4, C - 1]].isnan().any()
     assert_same_bits(source, before)
 
 
@@ -309,7 +318,8 @@ def test_the_same_bits_arrive_by_each_way(layout):
     tables = torch.full((2, H, C), -1, dtype=torch.int32, device=DEVICE)
     tables[1, 0, :N], tables[1, 1, C - N :] = order.int().to(DEVICE), order.flip(0).int().to(DEVICE)
     filled, recalled = poisoned(2 * C, S, H, D, dtype=dtype), poisoned(2 * C, S, H, D, dtype=dtype)
-    fill_pages(*source, ids([0]), ids([1]), ids([N * S]), tables, keys=filled[0], values=filled[1])
+    row_frames = torch.arange(2 * C, dtype=torch.int32, device=DEVICE).view(2, C)
+    fill_pages(*source, ids([0]), ids([1]), ids([N * S]), Tables(tables, tables, row_frames), keys=filled[0], values=filled[1])
     misses = Misses.allocate(H * C, DEVICE)
     h, c = (tables[1] >= 0).nonzero(as_tuple=True)
     misses.extend(host_pages[tables[1, h, c].long()].int(), h.int(), (C + c).int())

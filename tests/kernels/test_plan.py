@@ -11,7 +11,7 @@ import torch
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import plan, reference
-from sglang_freekv.kernels.candidates import Candidates, Tables
+from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.seed import seed_slots
@@ -33,7 +33,9 @@ class State:
 
     def __init__(self, capacity: int, budget: PageBudget) -> None:
         self.slot_pages = torch.full((R, H, capacity), NEVER, dtype=torch.int32, device=DEVICE)
-        self.attended = torch.full((R, H, budget.total), NEVER, dtype=torch.int32, device=DEVICE)
+        self.attended = torch.full((R, H, budget.total), -1, dtype=torch.int32, device=DEVICE)
+        self.row_frames = torch.arange(R * capacity, dtype=torch.int32, device=DEVICE).view(R, capacity)
+        self.lost = torch.zeros(len(ROWS), H, dtype=torch.bool, device=DEVICE)
         self.reads = Reads.allocate(len(ROWS), H, budget.total, DEVICE)
         self.counts = torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
         self.misses_now, self.misses_ahead = (Misses.allocate(len(ROWS) * H * budget.total, DEVICE) for _ in range(2))
@@ -41,7 +43,7 @@ class State:
 
     @property
     def tables(self) -> Tables:
-        return Tables(self.slot_pages, self.attended)
+        return Tables(self.slot_pages, self.attended, self.row_frames)
 
     def empty(self) -> None:
         """Poison what a plan writes without having read it."""
@@ -49,7 +51,7 @@ class State:
             tensor.fill_(NEVER)
         for misses in (self.misses_now, self.misses_ahead):
             misses.clear()
-            for column in (misses.host_pages, misses.heads, misses.slots):
+            for column in (misses.host_pages, misses.heads, misses.frames):
                 column.fill_(NEVER)
 
     def listed(self) -> list[set[tuple[int, ...]]]:
@@ -57,7 +59,7 @@ class State:
         found = []
         for misses in (self.misses_now, self.misses_ahead):
             count = int(misses.length[0])
-            for column in (misses.host_pages, misses.heads, misses.slots):
+            for column in (misses.host_pages, misses.heads, misses.frames):
                 assert (column[count:] == NEVER).all()
             units = set(zip(*(column.tolist() for column in misses.columns())))
             assert len(units) == count
@@ -65,15 +67,26 @@ class State:
         return found
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What is read, without that which may be anything."""
-        return self.reads.slots, self.reads.pages.where(self.reads.slots >= 0, -1), self.reads.present
+        """What is read, without that which may be anything; and what is lost."""
+        return self.reads.frames, self.reads.pages.where(self.reads.frames >= 0, -1), self.reads.present, self.lost
 
 
 class Sequences:
     """Requests that grow token by token, their logits, and calls with both."""
 
     def __init__(
-        self, lens, budget, capacity, size, group, pooling="softmax-mean", steps=STEPS, kind="ties", ids=torch.int64, ahead_first=True
+        self,
+        lens,
+        budget,
+        capacity,
+        size,
+        group,
+        pooling="softmax-mean",
+        steps=STEPS,
+        kind="ties",
+        ids=torch.int64,
+        ahead_first=True,
+        residency=0.0,
     ) -> None:
         self.budget, self.size, self.group, self.pooling, self.kind, self.ahead_first = budget, size, group, pooling, kind, ahead_first
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
@@ -82,6 +95,18 @@ class Sequences:
         host_pages = 1 + torch.randperm(len(lens) * self.num_pages).view(len(lens), -1)
         self.page_table = host_pages.to(dtype=ids, device=DEVICE)
         self.ours, self.theirs = State(capacity, budget), State(capacity, budget)
+        self.residency, self.tier = residency, R * capacity  # share of pages that are resident; the first frame that is no slot
+        self.own_frames = (self.tier + torch.randperm(len(lens) * self.num_pages)).view(len(lens), -1).to(torch.int32).to(DEVICE)
+        self.frames = torch.full_like(self.own_frames, -1)
+        self.move(residency)
+
+    def move(self, some: float) -> None:
+        """Draw anew which pages are resident, of ``some`` of the full ones, and of each page that the next token begins."""
+        pages = torch.arange(self.num_pages, device=DEVICE)
+        full = (pages < ((self.seq_lens - 1) // self.size)[:, None]) & (torch.rand(self.frames.shape) < some).to(DEVICE)
+        drawn = full | ((pages == (self.seq_lens // self.size)[:, None]) & self.begins)
+        resident = drawn & (torch.rand(self.frames.shape) < self.residency).to(DEVICE)
+        self.frames = self.frames.where(~drawn, self.own_frames.where(resident, -1))
 
     def candidates(self, ahead: bool) -> torch.Tensor:
         """``[B, P]`` bool."""
@@ -118,7 +143,7 @@ class Sequences:
         return (self.seq_lens % self.size == 0)[:, None]
 
     def given(self, logits: torch.Tensor) -> Candidates:
-        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.budget, self.size, self.pooling)
+        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.frames, self.budget, self.size, self.pooling)
 
     def seed(self, logits: torch.Tensor) -> None:
         for seeding, state in ((seed_slots, self.ours), (reference.seed_slots, self.theirs)):
@@ -126,20 +151,22 @@ class Sequences:
 
     def plan(self, module, state: State, logits: torch.Tensor, corrected: torch.Tensor) -> None:
         """Both plans; what there is to each of them alone is asked for here."""
-        args, tables, order = (self.given(logits), corrected, state.tables), state.tables, {"ahead_first": self.ahead_first}
+        heads, tables, order = Heads(corrected, state.lost), state.tables, {"ahead_first": self.ahead_first}
+        args = self.given(logits), heads, tables
         before = [table.clone() for table in tables]
         module.plan_pages(*args, state.reads, state.misses_now, state.misses_ahead, state.counts, **order)
-        self.assert_only_of(REAL & (corrected | self.ahead_first), tables, before)
+        self.assert_only_of(REAL & (corrected | state.lost | self.ahead_first), tables, before)
         before, reads, now = [table.clone() for table in tables], [part.clone() for part in state.reads], int(state.misses_now.length[0])
         module.plan_rest(*args, state.misses_ahead, state.counts, **order)
-        self.assert_only_of(REAL & (corrected & self.begins | (~corrected if not self.ahead_first else corrected & False)), tables, before)
+        rest = corrected & self.begins | (~corrected if not self.ahead_first else state.lost)
+        self.assert_only_of(REAL & rest, tables, before)
         assert int(state.misses_now.length[0]) == now and all(torch.equal(a, b) for a, b in zip(state.reads, reads))
 
     def assert_only_of(self, heads: torch.Tensor, tables: tuple[torch.Tensor, ...], before: list[torch.Tensor]) -> None:
         """Nothing but the rows of ``heads [B, H]`` differs from ``before``."""
         touched = torch.zeros(R, H, dtype=torch.bool, device=DEVICE)
         touched[self.rows.long()] = heads
-        for table, old in zip(tables, before):
+        for table, old in zip(tables[:2], before):
             assert torch.equal(table[~touched], old[~touched])
 
     def plan_both(self, logits: torch.Tensor, corrected: torch.Tensor) -> None:
@@ -157,26 +184,37 @@ class Sequences:
         reads, budget = self.ours.reads, self.budget
         capacity = before["slot_pages"].shape[2]
         for b, h in product(range(len(ROWS)), range(H)):
-            slots = [slot for slot in reads.slots[b, h].tolist() if slot != -1]
-            pages, present = reads.pages[b, h].tolist()[: len(slots)], int(reads.present[b, h])
-            assert reads.slots[b, h].tolist() == slots + [-1] * (budget.total - len(slots))
+            frames = [frame for frame in reads.frames[b, h].tolist() if frame != -1]
+            pages, present = reads.pages[b, h].tolist()[: len(frames)], int(reads.present[b, h])
+            assert reads.frames[b, h].tolist() == frames + [-1] * (budget.total - len(frames))
             if not REAL[b, h]:
-                assert not slots and present == budget.total
+                assert not frames and present == budget.total
                 continue
             num_pages, old = -(-int(self.seq_lens[b]) // self.size), before["slot_pages"][ROWS[b], h].tolist()
-            own = [slot - ROWS[b] * capacity for slot in slots]
+            entries = [entry for entry in before["attended"][ROWS[b], h].tolist() if entry != -1]
+            was = [old[entry] if entry >= 0 else -2 - entry for entry in entries]
+            resident = self.frames[b].tolist()
+            first = ROWS[b] * capacity
+            own = [frame - first for frame in frames if frame < self.tier]
             assert len(set(pages)) == len(pages) == min(num_pages, budget.total) and all(0 <= page < num_pages for page in pages)
-            assert len(set(own)) == len(own) and all(0 <= slot < capacity for slot in own)
-            if not corrected[b, h]:
-                assert own == [slot for slot in before["attended"][ROWS[b], h].tolist() if slot != -1] and present == budget.total
-                assert pages == [old[slot] for slot in own]
+            assert len(set(frames)) == len(frames) and all(0 <= slot < capacity for slot in own)
+            assert all(frame == resident[page] for frame, page in zip(frames, pages) if frame >= self.tier)
+            lost = any(entry < -1 and resident[-2 - entry] < 0 for entry in entries)
+            assert bool(self.ours.lost[b, h]) == (lost and not corrected[b, h])
+            if not corrected[b, h] and not lost:
+                assert [first + entry if entry >= 0 else resident[-2 - entry] for entry in entries] == frames
+                assert pages == was and present == budget.total
                 continue
-            there = [old[slot] == page for slot, page in zip(own, pages)]
-            assert there == [True] * present + [False] * (len(own) - present)
-            assert own[:present] == sorted(own[:present]) and own[present:] == sorted(own[present:])
+            there = [frame >= self.tier or old[frame - first] == page for frame, page in zip(frames, pages)]
+            assert there == [True] * present + [False] * (len(frames) - present)
+            in_frames, kept, missing = frames[: len(frames) - len(own)], own[: present - len(frames) + len(own)], frames[present:]
+            assert all(frame >= self.tier for frame in in_frames) and kept == sorted(kept) and missing == sorted(missing)
+            assert {page for page in pages if resident[page] >= 0} == set(pages[: len(in_frames)])
             candidates = set(range(budget.sink, num_pages - budget.window))
             assert set(pages) >= set(range(num_pages)) - candidates
-            if weights is not None and candidates - set(pages):
+            if not corrected[b, h]:
+                assert set(pages) == set(was)
+            elif weights is not None and candidates - set(pages):
                 chosen, left = (weights[b, h, sorted(some)] for some in (candidates & set(pages), candidates - set(pages)))
                 assert chosen.min() >= left.max() - 1e-4
 
@@ -188,10 +226,12 @@ class Sequences:
             num_pages = -(-(int(self.seq_lens[b]) + 1) // self.size)
             held = [page for page in table if page != -1]
             assert len(held) == len(set(held)) and all(0 <= page < num_pages for page in held)
-            listed = [slot for slot in attended if slot != -1]
-            assert len(listed) == len(set(listed)) and attended == listed + [-1] * (len(attended) - len(listed))
-            assert all(0 <= slot < len(table) for slot in listed) and len(listed) == min(num_pages, budget.total)
-            pages = {table[slot] for slot in listed}
+            listed = [entry for entry in attended if entry != -1]
+            assert attended == listed + [-1] * (len(attended) - len(listed))
+            assert all(entry < len(table) for entry in listed) and len(listed) == min(num_pages, budget.total)
+            in_frames = {-2 - entry for entry in listed if entry < 0}
+            pages = in_frames | {table[entry] for entry in listed if entry >= 0}
+            assert len(pages) == len(listed) and all((self.frames[b, page] >= 0) == (page in in_frames) for page in pages)
             candidates = set(range(budget.sink, num_pages - budget.window))
             assert pages >= set(range(num_pages)) - candidates
             if weights is not None and candidates - pages:
@@ -219,18 +259,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ties", "distinct"])
+@pytest.mark.parametrize("kind, residency", [("ties", 0.0), ("ties", 0.6), ("distinct", 0.3)])
 @pytest.mark.parametrize("ahead_first", [True, False])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_sequences_go_as_with_the_reference(case, kind, ahead_first):
-    run = Sequences(**vars(case), kind=kind, ids=torch.int32 if kind == "ties" else torch.int64, ahead_first=ahead_first)
+def test_sequences_go_as_with_the_reference(case, kind, residency, ahead_first):
+    ids = torch.int32 if kind == "ties" else torch.int64
+    run = Sequences(**vars(case), kind=kind, ids=ids, ahead_first=ahead_first, residency=residency)
     run.seed(run.logits())
     for name in ("slot_pages", "attended"):
         assert torch.equal(getattr(run.ours, name), getattr(run.theirs, name)), name
     run.assert_sound(REAL)
-    recalled = 0
+    recalled = lost = 0
     for _ in range(STEPS):
         run.seq_lens += 1
+        run.move(0.4)
         for state in (run.ours, run.theirs):
             state.empty()
         before, corrected, logits = run.tables(), some_heads(0.4), run.logits()
@@ -240,7 +282,8 @@ def test_sequences_go_as_with_the_reference(case, kind, ahead_first):
         run.assert_sound(REAL, run.weights(logits, True))
         run.assert_only_of(REAL, tuple(run.tables().values()), list(before.values()))
         recalled += sum(len(units) for units in run.ours.listed())
-    assert recalled > 0 and run.ours.counts[ROWS, reference.RECALLED].sum() == recalled
+        lost += int(run.ours.lost.sum())
+    assert recalled > 0 and (lost > 0) == (residency > 0) and run.ours.counts[ROWS, reference.RECALLED].sum() == recalled
 
 
 def test_hits_and_what_is_recalled_are_all_that_the_first_selections_choose():
@@ -360,7 +403,7 @@ def test_nothing_is_recalled_into_what_is_there_already(capacity):
         now, ahead = run.ours.listed()
         into = {(head, slot) for _, head, slot in now}
         for b, h in product(range(len(ROWS)), range(H)):
-            slots = [slot for slot in run.ours.reads.slots[b, h].tolist() if slot != -1]
+            slots = [slot for slot in run.ours.reads.frames[b, h].tolist() if slot != -1]
             assert into.isdisjoint((h, slot) for slot in slots[: int(run.ours.reads.present[b, h])])
             assert corrected[b, h] or into.isdisjoint((h, slot) for slot in slots)
         both = into & {(head, slot) for _, head, slot in ahead}
@@ -376,10 +419,10 @@ def test_what_does_not_fit_a_list_is_not_written(corrected):
     run.seq_lens += 1
     name = "misses_now" if corrected else "misses_ahead"
     whole = getattr(run.ours, name)
-    setattr(run.ours, name, Misses(whole.length, *(column[:3] for column in (whole.host_pages, whole.heads, whole.slots))))
+    setattr(run.ours, name, Misses(whole.length, *(column[:3] for column in (whole.host_pages, whole.heads, whole.frames))))
     run.plan(plan, run.ours, run.logits(), REAL & corrected)
     assert whole.length[0] > 3
-    for column in (whole.host_pages, whole.heads, whole.slots):
+    for column in (whole.host_pages, whole.heads, whole.frames):
         assert (column[:3] >= 0).all() and (column[3:] == NEVER).all()
 
 
@@ -391,11 +434,12 @@ def test_pages_of_the_past_are_ranked_by_weight_and_then_by_slot_for_eviction():
     state, page_table = State(6, budget), torch.arange(10, 19, device=DEVICE)[None]
     state.reads = Reads.allocate(1, H, budget.total, DEVICE)
     state.slot_pages[1], state.attended[1] = torch.arange(6, device=DEVICE), torch.tensor([2, 4, 5], device=DEVICE)
-    corrected = torch.tensor([[True, False]], device=DEVICE)
-    where = Candidates(logits, one, one * 8, page_table, budget, 1), corrected, state.tables
+    corrected, absent = torch.tensor([[True, False]], device=DEVICE), torch.full_like(page_table, -1, dtype=torch.int32)
+    heads = Heads(corrected, torch.empty_like(corrected))
+    where = Candidates(logits, one, one * 8, page_table, absent, budget, 1), heads, state.tables
     plan.plan_pages(*where, state.reads, state.misses_now, state.misses_ahead, state.counts, ahead_first=True)
     plan.plan_rest(*where, state.misses_ahead, state.counts, ahead_first=True)
-    assert state.reads.slots.tolist() == [[[6 + 3, 6 + 1, 6 + 4], [6 + 2, 6 + 4, 6 + 5]]]
+    assert state.reads.frames.tolist() == [[[6 + 3, 6 + 1, 6 + 4], [6 + 2, 6 + 4, 6 + 5]]]
     assert state.reads.pages.tolist() == [[[3, 6, 7], [2, 4, 5]]] and state.reads.present.tolist() == [[1, 3]]
     assert state.listed() == [{(16, 0, 7), (17, 0, 10)}, {(17, 1, 7)}]
     assert state.slot_pages[1].tolist() == [[8, 6, 2, 3, 7, 5], [0, 7, 2, 3, 8, 5]]

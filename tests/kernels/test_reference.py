@@ -9,7 +9,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import HITS, RECALLED, Candidates, Misses, Pooling, Reads, Tables
+from sglang_freekv.kernels import HITS, RECALLED, Candidates, Heads, Misses, Pooling, Reads, Tables
 from sglang_freekv.kernels.reference import select_pages
 
 H, D, S = 2, 8, 4
@@ -56,9 +56,9 @@ def test_fill_copies_pages_and_leaves_what_lies_beyond_the_last_token():
     cache = torch.full((2, 9, S, H, D), torch.nan)
     slot_pages = torch.full((3, H, 3), 5, dtype=torch.int32)
     slot_pages[1] = torch.tensor([[0, -1, 1], [2, 1, -1]])  # a request of 7 tokens, and a slot for the page about to begin
-    kernels.fill_pages(
-        *source, torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), slot_pages, keys=cache[0], values=cache[1]
-    )
+    tables = Tables(slot_pages, slot_pages, torch.arange(9).view(3, 3))
+    asked = torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([7, 7]), tables
+    kernels.fill_pages(*source, *asked, keys=cache[0], values=cache[1])
     assert torch.equal(cache[0, 3, :, 0], source[0, 4:8, 0]) and torch.equal(cache[1, 5, :3, 0], source[1, 8:11, 0])
     assert torch.equal(cache[1, 4, :3, 1], source[1, 8:11, 1])
     assert cache[:, :3].isnan().all() and cache[:, 6:].isnan().all() and cache[:, 4, :, 0].isnan().all()
@@ -66,7 +66,13 @@ def test_fill_copies_pages_and_leaves_what_lies_beyond_the_last_token():
 
 
 def _tables(rows: int, slots: int, attended: int) -> Tables:
-    return Tables(*(torch.full((rows, H, width), -1, dtype=torch.int32) for width in (slots, attended)))
+    pages, listed = (torch.full((rows, H, width), -1, dtype=torch.int32) for width in (slots, attended))
+    return Tables(pages, listed, torch.arange(rows * slots, dtype=torch.int32).view(rows, slots))
+
+
+def _absent(*shape: int) -> torch.Tensor:
+    """Frames of pages of which none is resident."""
+    return torch.full(shape, -1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("ahead_first", [True, False])
@@ -75,16 +81,16 @@ def _tables(rows: int, slots: int, attended: int) -> Tables:
 def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, slots, ahead_first):
     """Two requests from a few tokens on, long enough for slots to run out many times."""
     rows, table = torch.tensor([2, 1]), torch.randperm(80).view(2, 40)
-    slot_pages, attended = tables = _tables(4, slots, budget.total)
+    slot_pages, attended, _ = tables = _tables(4, slots, budget.total)
     seq_lens, counts = torch.tensor([5, 30]), torch.zeros(4, 3, dtype=torch.int64)
     misses_now, misses_ahead = (Misses.allocate(400, "cpu") for _ in range(2))
     reads = Reads.allocate(2, H, budget.total, torch.device("cpu"))
-    kernels.seed_slots(Candidates(torch.randn(2, 2 * H, 40), rows, seq_lens, table, budget, S), tables)
+    kernels.seed_slots(Candidates(torch.randn(2, 2 * H, 40), rows, seq_lens, table, _absent(2, 40), budget, S), tables)
     twice = 0
     for _ in range(100):
         seq_lens, corrected = seq_lens + 1, torch.rand(2, H) < 0.4
         old, was, logits = slot_pages.clone(), attended.clone(), torch.randn(2, 2 * H, 40)
-        where = Candidates(logits, rows, seq_lens, table, budget, S), corrected, tables
+        where = Candidates(logits, rows, seq_lens, table, _absent(2, 40), budget, S), Heads(corrected, torch.empty_like(corrected)), tables
         kernels.plan_pages(*where, reads, misses_now, misses_ahead, counts, ahead_first=ahead_first)
         assert bool(misses_ahead.length[0]) <= ahead_first
         kernels.plan_rest(*where, misses_ahead, counts, ahead_first=ahead_first)
@@ -108,7 +114,9 @@ def test_plans_make_all_required_resident_and_move_only_what_is_missing(budget, 
         for b, row in enumerate(rows.tolist()):
             for h in range(H):
                 n, before, after = int(seq_lens[b]), old[row, h].tolist(), slot_pages[row, h].tolist()
-                read = {slot - row * slots: page for slot, page in zip(reads.slots[b, h].tolist(), reads.pages[b, h].tolist()) if slot >= 0}
+                read = {
+                    slot - row * slots: page for slot, page in zip(reads.frames[b, h].tolist(), reads.pages[b, h].tolist()) if slot >= 0
+                }
                 _, _, required = select_pages(logits, torch.full((2,), n + 1), budget, H, S)
                 listed = {after[slot] for slot in attended[row, h].tolist() if slot >= 0}
                 assert listed == set(required[b, h].nonzero().squeeze(1).tolist())
@@ -135,8 +143,9 @@ def test_a_seed_fills_the_slots_that_are_left_with_the_next_best():
     budget = PageBudget(1, 2, 1)
     logits = torch.tensor([0.0, 3.0, 1.0, 5.0, 4.0, 2.0, 0.0, 0.0, 0.0, 0.0]).expand(1, H, 10)
     for slots, resident in ((4, [0, 3, 4, 6]), (6, [0, 1, 3, 4, 5, 6]), (8, [0, 1, 2, 3, 4, 5, 6, -1])):
-        slot_pages, attended = tables = _tables(2, slots, 4)
-        kernels.seed_slots(Candidates(logits, torch.tensor([1]), torch.tensor([6 * S + 1]), torch.zeros(1, 10), budget, S), tables)
+        slot_pages, attended, _ = tables = _tables(2, slots, 4)
+        where = torch.tensor([1]), torch.tensor([6 * S + 1]), torch.zeros(1, 10), _absent(1, 10)
+        kernels.seed_slots(Candidates(logits, *where, budget, S), tables)
         assert slot_pages[1].tolist() == [resident] * H and (slot_pages[0] == -1).all()
         assert slot_pages[1, 0, attended[1, 0].long()].tolist() == [0, 3, 4, 6]
 
@@ -262,10 +271,10 @@ def test_a_score_bounds_the_attention_logits_of_its_page():
 def test_what_a_slot_held_before_never_reaches_attention():
     keys, values = torch.randn(6, S, H, D), torch.randn(6, S, H, D)
     keys[4, 2:], values[4, 2:], keys[5], values[5] = (torch.nan,) * 4
-    slot_pages, attended = _tables(2, 3, 3)
+    slot_pages, attended, _ = tables = _tables(2, 3, 3)
     slot_pages[1], attended[1] = torch.tensor([0, 1, 7]), torch.tensor([0, 1, -1])
     query = torch.randn(2, 2 * H, D)
-    reads = Reads.of(torch.tensor([1, 0]), slot_pages, attended)
+    reads = Reads.of(torch.tensor([1, 0]), tables, _absent(2, 3))
     out = kernels.attend_pages(query, keys, values, torch.tensor([S + 2, 1]), reads, 1.0)
     k, v = (x[3:].flatten(0, 1)[: S + 2] for x in (keys, values))
     expected = torch.cat([(query[0].view(H, 2, D)[h] @ k[:, h].T).softmax(-1) @ v[:, h] for h in range(H)])

@@ -36,7 +36,7 @@ class InfiniGen(Window):
     def prepare(self) -> None:
         """What :meth:`bring` needs."""
         self.recall, self.missing = self.work.recall(), Misses.allocate(len(self.heads), self.pools.device)
-        self.missing.heads[:], self.missing.slots[:] = self.heads, self.slots
+        self.missing.heads[:], self.missing.frames[:] = self.heads, self.slots
 
     def bring(self, layer: int, chosen: torch.Tensor) -> None:
         """Tokens ``chosen [B * H * K]`` of the host's to ``slots``."""

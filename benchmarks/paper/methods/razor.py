@@ -30,8 +30,9 @@ class Razor:
             return None
         rows, size, dim = self.work.batch + 1, self.size, self.pools.shape.head_dim
         kv = [torch.randn(rows * slots, size, heads, dim, dtype=self.pools.dtype, device=device) for _ in range(2)]
-        table = torch.arange(slots, dtype=torch.int32, device=device).expand(rows, heads, -1)
-        return *kv, Reads.of(self.work.requests.rows, table, table)
+        frames = torch.arange(rows * slots, dtype=torch.int32, device=device).view(rows, slots)
+        pages = frames[0].expand(self.work.batch, heads, slots).contiguous()
+        return *kv, Reads(frames[self.work.requests.rows, None].expand_as(pages).contiguous(), pages, None)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         requests, group, first, parts = self.work.requests, self.pools.shape.group, 0, []
@@ -39,7 +40,7 @@ class Razor:
             if kind is None:
                 continue
             keys, values, reads = kind
-            heads, slots = reads.slots.shape[1:]
+            heads, slots = reads.frames.shape[1:]
             here = slice(first, first + heads)
             where = requests.rows * (slots * self.size) + requests.seq_lens % (slots * self.size)
             for cache, new in ((keys, k), (values, v)):

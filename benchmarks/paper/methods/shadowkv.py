@@ -41,7 +41,7 @@ class ShadowKV(Window):
         where = torch.arange(count, device=device).view(batch, shape.kv_heads, -1)
         self.missing.heads[:count] = (where // max(1, self.fetched) % shape.kv_heads).flatten()
         slots = work.requests.rows[:, None, None] * (self._slots(0) * pools.config.page_size // (CHUNK // 2)) + where % max(1, self.fetched)
-        self.missing.slots[:count] = slots.expand_as(where).flatten()
+        self.missing.frames[:count] = slots.expand_as(where).flatten()
         self.count = count
 
     def _slots(self, layer: int) -> int:

@@ -19,7 +19,7 @@ class Window:
         self.scale = work.pools.shape.head_dim**-0.5
         for cache in self.pools.store.cache.layers:
             work.requests.seed(cache, self.pools.config)
-        self.reads = [Reads.of(work.requests.rows, cache.slot_pages, cache.attended) for cache in self.pools.store.cache.layers]
+        self.reads = [Reads.of(work.requests.rows, cache.tables, work.requests.frames) for cache in self.pools.store.cache.layers]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache, requests = self.pools.store.cache.layers[layer], self.work.requests
