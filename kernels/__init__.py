@@ -9,6 +9,7 @@ else:
     from sglang_freekv.kernels import reference
     from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables
     from sglang_freekv.kernels.dispatch import by_device
+    from sglang_freekv.kernels.frame_tables import FrameTables
     from sglang_freekv.kernels.misses import Misses
     from sglang_freekv.kernels.reads import Reads
     from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box
@@ -19,12 +20,17 @@ else:
     attend_pages = by_device(reference.attend_pages, of="queries")
     attend_present = by_device(reference.attend_present, of="queries")
     attend_rest = by_device(reference.attend_rest, of="queries")
+    begin_pages = by_device(reference.begin_pages, of="tables")
     checksum_pages = by_device(reference.checksum_pages, of="keys")
     digest_pages = by_device(reference.digest_pages, of="keys")
     digest_two_bit = by_device(reference.digest_two_bit, of="keys")
     fill_pages = by_device(reference.fill_pages, of="source_keys")
+    forget_pages = by_device(reference.forget_pages, of="tables")
+    hold_pages = by_device(reference.hold_pages, of="tables")
+    mark_pages = by_device(reference.mark_pages, of="tables")
     merge_shares = by_device(reference.merge_shares, of="outputs")
     needs_correction = by_device(reference.needs_correction, of="queries")
+    note_rows = by_device(reference.note_rows, of="tables")
     offload_pages = by_device(reference.offload_pages, of="keys")
     plan_pages = by_device(reference.plan_pages, of="candidates")
     plan_rest = by_device(reference.plan_rest, of="candidates")
@@ -42,6 +48,7 @@ else:
         "Box",
         "CORRECTED",
         "Candidates",
+        "FrameTables",
         "HITS",
         "Heads",
         "Misses",
@@ -55,12 +62,17 @@ else:
         "attend_pages",
         "attend_present",
         "attend_rest",
+        "begin_pages",
         "checksum_pages",
         "digest_pages",
         "digest_two_bit",
         "fill_pages",
+        "forget_pages",
+        "hold_pages",
+        "mark_pages",
         "merge_shares",
         "needs_correction",
+        "note_rows",
         "offload_pages",
         "plan_pages",
         "plan_rest",

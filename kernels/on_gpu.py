@@ -7,10 +7,12 @@ from sglang_freekv.kernels.checksum import checksum_pages, verify_units
 from sglang_freekv.kernels.correction import needs_correction
 from sglang_freekv.kernels.digest import digest_pages
 from sglang_freekv.kernels.fill import fill_pages
+from sglang_freekv.kernels.frames import begin_pages, forget_pages, hold_pages
 from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.plan import plan_pages, plan_rest
 from sglang_freekv.kernels.recall import recall_pages
+from sglang_freekv.kernels.running_rows import mark_pages, note_rows
 from sglang_freekv.kernels.score import score_pages
 from sglang_freekv.kernels.seed import seed_slots
 from sglang_freekv.kernels.stage import stage_pages
@@ -23,12 +25,17 @@ __all__ = [
     "attend_pages",
     "attend_present",
     "attend_rest",
+    "begin_pages",
     "checksum_pages",
     "digest_pages",
     "digest_two_bit",
     "fill_pages",
+    "forget_pages",
+    "hold_pages",
+    "mark_pages",
     "merge_shares",
     "needs_correction",
+    "note_rows",
     "offload_pages",
     "plan_pages",
     "plan_rest",

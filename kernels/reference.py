@@ -22,6 +22,7 @@ from sglang_freekv.kernels.reference_attention import (
 )
 from sglang_freekv.kernels.reference_checksums import SPREAD, checksum_pages, verify_units
 from sglang_freekv.kernels.reference_digests import Box, digest_pages, digest_two_bit, score_pages, score_two_bit
+from sglang_freekv.kernels.reference_frames import begin_pages, forget_pages, hold_pages, mark_pages, note_rows
 from sglang_freekv.kernels.reference_movers import append_tokens, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_pages
 from sglang_freekv.kernels.reference_plan import (
     CORRECTED,
@@ -41,6 +42,7 @@ __all__ = [
     "attend_pages",
     "attend_present",
     "attend_rest",
+    "begin_pages",
     "Box",
     "checksum_pages",
     "CORRECTED",
@@ -48,9 +50,13 @@ __all__ = [
     "digest_two_bit",
     "extend_attention",
     "fill_pages",
+    "forget_pages",
     "HITS",
+    "hold_pages",
+    "mark_pages",
     "merge_shares",
     "needs_correction",
+    "note_rows",
     "offload_pages",
     "plan_pages",
     "plan_rest",

@@ -8,6 +8,7 @@ import time
 import torch
 
 from sglang_freekv.kernels.candidates import Tables
+from sglang_freekv.kernels.frame_tables import ABSENT, FrameTables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reference_stamps import BEGIN, write_stamp
 
@@ -155,7 +156,14 @@ def append_tokens(
 
 
 def snapshot_pages(
-    req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, page_size: int
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    *,
+    tables: FrameTables | None = None,
+    frames: torch.Tensor | None = None,
 ) -> None:
     """Read the host pages of every request from the token slots of its pages. A page that the next token may begin is included.
 
@@ -165,11 +173,20 @@ def snapshot_pages(
         seq_lens: ``[B]`` tokens of context.
         page_table: ``[B, P]`` written: logical page -> host page, 0 beyond the context.
         page_size: S.
+        tables: with ``frames``. Counts the absent pages of the contexts.
+        frames: ``[B, P]`` int32 written: logical page -> frame, -1 for none; the frame in hand for a page that the next token begins.
     """
     first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
     begun = (first <= seq_lens[:, None]) & (first < req_to_token.shape[1])
     tokens = req_to_token[rows[:, None], first.clamp(max=req_to_token.shape[1] - 1)]
     page_table.copy_((tokens // page_size).where(begun, 0))
+    if tables is None or frames is None:
+        return
+    real = (rows > 0)[:, None]
+    within, coming = begun & (first < seq_lens[:, None]) & real, begun & (first == seq_lens[:, None]) & real
+    held = tables.frame_of[page_table].where(within, -1)
+    frames.copy_(tables.in_hand[rows][:, None].where(coming, held))
+    tables.counts[ABSENT] += (within & (held < 0)).sum()
 
 
 def gather_pages(rows: torch.Tensor, starts: torch.Tensor, page_size: int) -> torch.Tensor:

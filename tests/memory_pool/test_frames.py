@@ -1,0 +1,86 @@
+"""Frames under random traffic, against a model in plain Python. No pass is shown a frame with the KV of another page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from frame_traffic import CONTEXT, FRAMES, HOST_PAGES, LENT, PAGE, ROWS, Contents, Model, Traffic, ask
+from sglang_freekv.kernels import frame_tables
+from sglang_freekv.kernels.frame_tables import FrameTables
+from sglang_freekv.memory_pool.frames import Frames
+
+PASSES = 400
+
+
+def make() -> Frames:
+    return Frames(FRAMES, HOST_PAGES, ROWS, LENT, PAGE, "cpu")
+
+
+def assert_like(model: Model, frames: Frames) -> None:
+    tables = frames.tables
+    assert {page: frame for page, frame in enumerate(tables.frame_of.tolist()) if frame >= 0} == model.frame_of
+    assert tables.free[: int(tables.free_count)].tolist() == model.free
+    assert {row: frame for row, frame in enumerate(tables.in_hand.tolist()) if frame >= 0} == model.in_hand
+    assert {row: length for row, length in enumerate(tables.row_lens.tolist()) if length} == model.lens
+    assert list(frames.counts) == model.counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_traffic(seed):
+    traffic, frames, model, contents = Traffic(seed), make(), Model(), Contents()
+    seen = {"decode": 0, "in place": 0, "staged": 0, "given up": 0, "unserved": 0, "shared": 0}
+    for _ in range(PASSES):
+        each = traffic.next()
+        before = set(model.frame_of)
+        expected, given = model.step(each, lambda row, p: traffic.rows[row].pages[p])
+        asked = ask(frames, each, traffic.slots)
+        frames.check_integrity()
+        assert_like(model, frames)
+        for b, (row, n, line) in enumerate(zip(each.rows, each.seq_lens, expected)):
+            in_hand = [model.in_hand.get(row, -1)] if row and n % PAGE == 0 else []
+            shown = (line + in_hand)[: CONTEXT // PAGE]
+            assert asked.frames[b].tolist() == shown + [-1] * (asked.frames.shape[1] - len(shown))
+        if each.kind == "in place":
+            assert {(b, p): int(asked.given[b, p]) for b, p in (asked.given >= 0).nonzero().tolist()} == given
+        contents.run(each, traffic, asked)
+        seen[each.kind] += 1
+        seen["given up"] += each.need > 0 and not before <= set(model.frame_of)
+        seen["unserved"] += model.counts[3] > 0
+        seen["shared"] += traffic.shares_a_page
+    assert min(seen.values()) > 10, seen
+
+
+def put(table: torch.Tensor, place: int | torch.Tensor, value: int | torch.Tensor) -> None:
+    table[place] = value
+
+
+def lend_the_top_of_the_stack(tables: FrameTables) -> None:
+    tables.free_count.sub_(1)
+    tables.page_of[tables.free[tables.free_count]] = frame_tables.LENT
+
+
+@pytest.mark.parametrize(
+    "fault, damage",
+    [
+        ("in no known state", lambda t: put(t.page_of, FRAMES - 1, HOST_PAGES)),
+        ("frames whose page has another", lambda t: put(t.frame_of, t.frame_of.argmax(), -1)),
+        ("pages whose frame has another", lambda t: put(t.frame_of, t.frame_of.argmin(), t.frame_of.max())),
+        ("pages whose frame has another", lambda t: put(t.frame_of, 0, t.free[0])),
+        ("on the stack once", lambda t: t.free_count.sub_(1)),
+        ("on the stack once", lambda t: put(t.free, 0, t.free[1])),
+        ("on the stack once", lambda t: put(t.free, 0, t.in_hand.max())),
+        ("in hand of the rows", lambda t: put(t.in_hand, t.in_hand.argmax(), -1)),
+        ("in hand of the rows", lambda t: t.in_hand.fill_(int(t.in_hand.max()))),
+        ("that are not lent", lend_the_top_of_the_stack),
+        ("padding rows", lambda t: put(t.row_lens, 0, 1)),
+    ],
+)
+def test_damage_is_found(fault, damage):
+    traffic, frames = Traffic(0), make()
+    while frames.now < 20 or int(frames.tables.free_count) < 2 or frames.tables.in_hand.max() < 0:
+        ask(frames, traffic.next(), traffic.slots)
+    frames.check_integrity()
+    damage(frames.tables)
+    with pytest.raises(RuntimeError, match=f"frames: .*{fault}.*, expected none"):
+        frames.check_integrity()
