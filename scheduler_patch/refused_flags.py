@@ -21,6 +21,7 @@ ONE_BATCH = "it runs two batches at once, and recall is ordered for one; leave i
 PADDED = "with it SGLang pads a prefill to a multiple of --tp-size tokens, and FreeKV stores no padding; leave it out, " + OFF
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 NO_DP_ATTENTION = f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"
+NO_PROOF = "it skips SGLang's warm-up, whose request proves that FreeKV's hooks are called; leave it out, " + OFF
 ONE_KERNEL = f"it computes whole steps, and their attention reads KV on the GPU; leave it out, {OFF}"
 
 COUNTS = "context_length", "nnodes"  # SGLang accepts numbers below 1 for them, and dies later
@@ -94,6 +95,9 @@ FLAGS = (
     Flag("tokenizer_worker_num", (1,), "SGLang loads no plugins in further tokenizer workers; leave it out"),
     Flag("smg_grpc_mode", (False,), f"SGLang loads no plugins in that mode; leave it out, {OFF}"),
     Flag("grpc_mode", (False,), f"SGLang loads no plugins in that mode; leave it out, {OFF}"),
+    Flag("skip_server_warmup", (False,), NO_PROOF),
+    Flag("debug_tensor_dump_output_folder", (None,), NO_PROOF),
+    Flag("msprobe_dump_config", (None,), NO_PROOF),
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
 

@@ -48,6 +48,8 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "rl_on_policy_target": ("--rl-on-policy-target", "fsdp"),
     "attn_dp_size": ("--attn-dp-size", "2"),
     "disaggregation_decode_host_receive_threshold": ("--disaggregation-decode-host-receive-threshold", "0.5"),
+    "debug_tensor_dump_output_folder": ("--debug-tensor-dump-output-folder", "dumps"),
+    "msprobe_dump_config": ("--msprobe-dump-config", "msprobe.json"),
     "startup_weight_load_mode": ("--startup-weight-load-mode", "overlap"),
 }
 SWITCHES = (
@@ -58,7 +60,7 @@ SWITCHES = (
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
     "smg_grpc_mode", "grpc_mode", "enable_pd_role_switch", "enable_unified_cache_external_linker", "enable_kv_cache_sharding",
     "enable_layernorm_sp", "enable_lean_attention", "enable_nvidia_megakernel", "enable_amd_monokernel", "enable_paged_experts",
-    "language_model_only",
+    "language_model_only", "skip_server_warmup",
 )  # fmt: skip
 FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
 REFUSED, FLAGS = set(FLAGS), {name: flags for name, flags in FLAGS.items() if name in OPTIONS}
