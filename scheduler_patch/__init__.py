@@ -10,15 +10,16 @@
 
 ``FRONT`` reads arguments, and ``OPTIONS`` is the part of it that takes FreeKV's. With ``--kv-retrieval none`` its hooks change nothing.
 A hook's docstring begins with its kind: BEFORE, AFTER or AROUND the function of SGLang, or REPLACE for its substitute. ``due`` names what
-calls a hook in every engine: the start of a scheduler passes all of START, and its first step passes all of STEP, or it ends. The first
-request passes all of REQUEST in the launcher (with a text and by HTTP those of their own too), or it fails, and the start with it.
+calls a hook in every engine. The start of a scheduler passes all of START, or it ends; so do its first step (STEP), its first sampled token
+(SAMPLE) and its first decode step (DECODE). The first request passes all of REQUEST in the launcher, or it fails, and the start with it.
+A request with a text and one by HTTP have hooks of their own.
 """
 
 from __future__ import annotations
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_freekv.scheduler_patch.registry import ATTRIBUTE, HTTP_REQUEST, REQUEST, START, STEP, TEXT_REQUEST, Patch
+from sglang_freekv.scheduler_patch.registry import ATTRIBUTE, DECODE, HTTP_REQUEST, REQUEST, SAMPLE, START, STEP, TEXT_REQUEST, Patch
 
 PROCESS_MESSAGES = ("self request is_multimodal", "self request is_multimodal output_constrained")
 
@@ -280,7 +281,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.scheduler.Scheduler._abort_on_waiting_timeout", "self", AROUND, "requests:let_in_who_stands_behind",
         "the same when a waiting request times out; later releases abort it",
-        until="0.5.20",
+        until="0.5.20", due=STEP,
     ),
     Patch(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", "self req", BEFORE, "prefill:whole_pages",
@@ -356,10 +357,12 @@ SCHEDULER = (
         "sglang.srt.managers.scheduler.validate_input_length", "req max_req_input_len allow_auto_truncate",
         AFTER, "hardening:refuse_empty",
         "the first request of a session may have no tokens",
+        due=DECODE,
     ),
     Patch(
         "sglang.utils.TypeBasedDispatcher.__call__", "self obj", AROUND, "hardening:answer_control",
         "an exception about one control request answers that request",
+        due=STEP,
     ),
     Patch(
         "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
@@ -374,6 +377,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.layers.sampler.Sampler._preprocess_logits", "self logits sampling_info", AFTER, "hardening:keep_finite",
         "a request's options may make logits from which no token can be sampled",
+        due=SAMPLE,
     ),
     *(
         Patch(
@@ -388,6 +392,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.schedule_batch.Req._check_str_based_finish", "self new_accepted_len", AROUND, "hardening:find_stop_regex",
         "a regular expression may search for ever",
+        due=DECODE,
     ),
     Patch(
         "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch", "self key require_reasoning",
@@ -397,15 +402,16 @@ SCHEDULER = (
     Patch(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode", "self", BEFORE, "hardening:forget_overrides",
         "input embeddings of a prompt would keep all its decode steps off the graph",
-        until="0.5.23",
+        until="0.5.23", due=DECODE,
     ),
     *(
         Patch(
             f"sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager.{name}", parameters,
             AROUND, "hardening:profile",
             "a profile that cannot be written ends the step that it records, or goes on for ever",
+            due=due,
         )
-        for name, parameters in (("_profile_batch_predicate", "self batch"), ("_stop_profile", "self stage"))
+        for name, parameters, due in (("_profile_batch_predicate", "self batch", STEP), ("_stop_profile", "self stage", None))
     ),
 )
 
@@ -427,20 +433,20 @@ SCHEDULER_ON_CPU = (
     Patch(
         "sglang.srt.utils.common.support_triton", "backend", AROUND, "cpu:support_triton",
         "SGLang assumes that a backend with an unknown name runs Triton; later releases ask the platform",
-        until="0.5.22",
+        until="0.5.22", due=STEP,
     ),
     Patch(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
         AROUND, "cpu:alloc_extend",
         "SGLang hands out pages with a Triton kernel",
-        until="0.5.22",
+        until="0.5.22", due=STEP,
     ),
     Patch(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_decode",
         "self seq_lens seq_lens_cpu last_loc", AROUND, "cpu:alloc_decode",
         "the same for the one token of a decode step",
-        until="0.5.22",
+        until="0.5.22", due=DECODE,
     ),
 )
 # fmt: on

@@ -127,7 +127,7 @@ def internal_state(output, scheduler, recv_req) -> None:
 
 def process_batch_result(original, scheduler, batch, result) -> None:
     """AROUND the processing of a step's results: act on the canary's faults before the tokens leave, and update /metrics after it."""
-    registry.prove(registry.STEP)
+    _prove(batch)
     observer, step = _observer(scheduler), getattr(result.logits_output, "freekv", None)
     if observer.quarantine is not None and step is not None:
         if result.copy_done is not None:
@@ -137,6 +137,15 @@ def process_batch_result(original, scheduler, batch, result) -> None:
     if observer.quarantine is not None:
         observer.quarantine.evict()
     observer.export()
+
+
+def _prove(batch) -> None:
+    """Raise Drift unless the hooks were called that this step has passed, and those that its requests passed before it."""
+    registry.prove(registry.STEP)
+    if not batch.is_prefill_only:
+        registry.prove(registry.SAMPLE)
+    if batch.forward_mode.is_decode() and not all(req.finished() for req in batch.reqs):  # a refused request takes short cuts, and finishes
+        registry.prove(registry.DECODE)
 
 
 def rest_when_idle(scheduler) -> None:

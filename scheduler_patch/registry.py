@@ -16,6 +16,7 @@ from sglang_freekv import releases
 from sglang_freekv.config import Refusal
 
 START, STEP = "the start of an engine", "the first step"
+SAMPLE, DECODE = "the sampling of the first token", "the first decode step"
 REQUEST, TEXT_REQUEST, HTTP_REQUEST = "the first request", "the first request with a text", "the first request by HTTP"
 ATTRIBUTE = "attribute"  # SGLang's hook on a class would take its place in all modules
 

@@ -12,13 +12,14 @@ from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import run_scheduler_process
 
-from sglang_freekv import scheduler_patch
+from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.scheduler_patch import activation, proof, registry
+from sglang_freekv.scheduler_patch import activation, observe, proof, registry
 from sglang_freekv.scheduler_patch.arguments import CONFIG
-from sglang_freekv.scheduler_patch.registry import HTTP_REQUEST, REQUEST, TEXT_REQUEST, Drift
+from sglang_freekv.scheduler_patch.registry import DECODE, HTTP_REQUEST, REQUEST, SAMPLE, STEP, TEXT_REQUEST, Drift
 
 PASSED = [patch for patch in scheduler_patch.LAUNCHER if patch.due in (REQUEST, TEXT_REQUEST, HTTP_REQUEST) and patch.concerns()]
+STEPPED = [patch for patch in scheduler_patch.scheduler("cpu") if patch.due in (STEP, SAMPLE, DECODE) and patch.concerns()]
 ARGS = SimpleNamespace(**{CONFIG: FreeKVConfig(), "enable_tokenizer_batch_encode": False})
 BY_HTTP = Request({"type": "http"})
 COUNTED = {"completion_tokens": 1, "finish_reason": {"type": "length"}, "freekv": {"decode_steps": 0}}
@@ -94,6 +95,37 @@ def test_a_server_is_ready_when_its_hooks_were_called(monkeypatch, called):
     registry._called.update(PASSED if called else ())
     proof.serve(run, ARGS)
     assert (ready, len(ended)) == ([called], not called)
+
+
+def process(prefill_only: bool = False, decode: bool = True, finished: bool = False) -> bool:
+    """Let a scheduler process the results of a step; returns whether SGLang came to do so."""
+    processed = []
+    req = SimpleNamespace(finished=lambda: finished)
+    batch = SimpleNamespace(is_prefill_only=prefill_only, forward_mode=SimpleNamespace(is_decode=lambda: decode), reqs=[req])
+    scheduler = SimpleNamespace(_freekv_observer=SimpleNamespace(quarantine=None, export=lambda: None))
+    observe.process_batch_result(lambda *args: processed.append(args), scheduler, batch, SimpleNamespace(logits_output=None))
+    return bool(processed)
+
+
+def test_what_is_due_is_all_that_a_step_passes():
+    everywhere = {
+        "add_one_req", "run_batch", "forward_batch_generation", "process_batch_result", "handle_generate_request", "__call__",
+        "_preprocess_logits", "validate_input_length", "_check_str_based_finish", "_profile_batch_predicate",
+    }  # fmt: skip
+    older = {"_abort_on_waiting_timeout", "prepare_for_decode", "support_triton", "alloc_extend", "alloc_decode"}
+    assert {patch.target.rpartition(".")[2] for patch in STEPPED} == everywhere | (set() if releases.is_since("0.5.23") else older)
+
+
+@pytest.mark.parametrize("missed", STEPPED, ids=lambda patch: f"{patch.due}: {patch.hook}")
+def test_a_step_that_did_not_pass_a_hook_ends_its_scheduler(monkeypatch, missed):
+    monkeypatch.setattr(registry, "_registered", set(STEPPED))
+    registry._called.update(set(STEPPED) - {missed})
+    with pytest.raises(Drift, match=f"{missed.target} is hooked, but {missed.due} did not call it"):
+        process()
+    due = {STEP: [], SAMPLE: [{"prefill_only": True, "decode": False}], DECODE: [{"decode": False}, {"finished": True}]}
+    assert all(process(**passes_by) for passes_by in due[missed.due])
+    registry._called.add(missed)
+    assert process() and registry.is_proven({STEP, SAMPLE, DECODE})
 
 
 class Pipe:
