@@ -100,13 +100,13 @@ def blame_options(original: Callable, processor, *args, **kwargs) -> Any:
 def anthropic_error(original: Callable, serving, status_code: int, error_type: str, message: str, exception_name: str | None = None):
     """AROUND an answer of the Anthropic API: one with status 500 about a ValueError is about a client's mistake."""
     error = sys.exception()
-    if status_code == 500 and isinstance(error, ValueError):
+    if status_code == 500 and isinstance(error, ValueError) and not hasattr(error, "status_code"):
         status_code, error_type, message = 400, "invalid_request_error", _line(error)
     return original(serving, status_code, error_type, message, exception_name)
 
 
 def answer_client_mistakes(*args, **kwargs) -> None:
-    """BEFORE the HTTP server starts: answer a ValueError that an endpoint does not catch with status 400, as /generate does.
+    """BEFORE the HTTP server starts: answer a ValueError that an endpoint does not catch with status 400 or its own, as /generate does.
 
     An OverflowError comes of a number too wide for the message to the scheduler, and is answered alike.
     """
@@ -119,5 +119,6 @@ def answer_client_mistakes(*args, **kwargs) -> None:
 async def _answer(request, error: Exception):
     from fastapi.responses import JSONResponse
 
-    logger.error("%s is answered with status 400", request.url.path, exc_info=error)
-    return JSONResponse({"error": {"message": _line(error)}}, status_code=400)
+    status_code = getattr(error, "status_code", HTTPStatus.BAD_REQUEST)
+    logger.error("%s is answered with status %d", request.url.path, status_code, exc_info=error)
+    return JSONResponse({"error": {"message": _line(error)}}, status_code=status_code)

@@ -4,10 +4,11 @@
 | who proves | when | what |
 |---|---|---|
 | `Announcement` | a scheduler says that it is ready | the scheduler has its hooks |
-| `wait_for_answer` | the first answer | the launcher's hooks that a request passes, and the scheduler's that count it |
-| `serve` | SGLang's warm-up has ended | the same, if the answer did not pass `wait_for_answer` |
+| `wait_for_answer` | the first answer, or the first chunk of it | the launcher's hooks that a request passes |
+| `wait_for_answer` | the first whole answer | the scheduler's hook that counts it |
+| `serve` | SGLang's warm-up has ended | the launcher's hooks, if the answer did not pass `wait_for_answer` |
 
-SGLang ends a server whose warm-up fails. Without a warm-up, and in ``Engine``, the first request fails, and so do all others.
+SGLang ends a server whose warm-up fails; options that skip it are refused. In ``Engine`` the first request fails, and so do all others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils import kill_process_tree
 
@@ -50,30 +51,60 @@ class Announcement:
 
 
 def wait_for_answer(original: Callable, manager, obj, request=None) -> AsyncIterator[dict]:
-    """AROUND the answers to one prompt: until all is proven, a whole answer that does not prove it is an error instead.
+    """AROUND the answers to one prompt: until all is proven, an answer that does not prove it is an error instead.
+
+    The error is as SGLang's own that are not the client's: a whole answer by HTTP has status 500, the last chunk of a stream has it in its
+    ``finish_reason``.
 
     Raises:
-        Drift: a hook that this request should have passed was not called.
+        Drift: a hook that this request of an ``Engine`` should have passed was not called.
+        HTTPException: the same for a whole answer by HTTP.
     """
     answers = original(manager, obj, request)  # SGLang expects that it looks for the request at once
     if config_of(manager.server_args) is None or not isinstance(obj, GenerateReqInput):
         return answers
-    due = {registry.REQUEST} | ({registry.HTTP_REQUEST} if isinstance(request, Request) else set())
+    by_http = isinstance(request, Request)
+    due = {registry.REQUEST, registry.COUNTED} | ({registry.HTTP_REQUEST} if by_http else set())
     if obj.text is not None and not resolved(manager.server_args).enable_tokenizer_batch_encode:
         due.add(registry.TEXT_REQUEST)
-    return answers if registry.is_proven(due) else _proving(answers, due)
+    if registry.is_proven(due):
+        return answers
+    return _proving(answers, due - {registry.COUNTED}, by_http=by_http, streamed=obj.stream)
 
 
-async def _proving(answers: AsyncGenerator[dict], due: set[str]) -> AsyncIterator[dict]:
+async def _proving(answers: AsyncGenerator[dict], passed: set[str], *, by_http: bool, streamed: bool) -> AsyncIterator[dict]:
     async with aclosing(answers):
         async for answer in answers:
-            meta_info = answer["meta_info"]
-            if (finish := meta_info["finish_reason"]) is not None and finish["type"] != "abort":
-                if meta_info.get("completion_tokens") and KEY not in meta_info:
-                    raise registry.drift(COUNTS, "is hooked, but an answer came without its counts")
-                for each in due:
-                    registry.prove(each)
+            try:
+                _prove(answer["meta_info"], passed)
+            except registry.Drift as drift:
+                if not by_http:
+                    raise
+                if not streamed:
+                    raise HTTPException(drift.status_code, str(drift)) from drift
+                yield _failed(answer, drift)
+                return
             yield answer
+
+
+def _prove(meta_info: dict[str, Any], passed: set[str]) -> None:
+    finish = meta_info["finish_reason"]
+    if finish is not None and finish["type"] == "abort":
+        return
+    for each in passed:
+        registry.prove(each)
+    if finish is not None:
+        if meta_info.get("completion_tokens") and KEY not in meta_info:
+            raise registry.drift(COUNTS, "is hooked, but an answer came without its counts")
+        registry.prove(registry.COUNTED)
+
+
+def _failed(answer: dict[str, Any], drift: registry.Drift) -> dict[str, Any]:
+    """The last chunk of a stream that has failed, without what the answer says."""
+    logger.error(drift)
+    finish = {"type": "abort", "message": str(drift), "status_code": drift.status_code, "err_type": "InternalServerError"}
+    said = {name: type(answer[name])() for name in ("text", "output_ids") if name in answer}
+    return answer | said | {"meta_info": answer["meta_info"] | {"finish_reason": finish}}
 
 
 def serve(original: Callable, server_args, *args, **kwargs) -> None:

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib import import_module
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -18,11 +19,14 @@ from sglang_freekv.config import Refusal
 START, STEP = "the start of an engine", "the first step"
 SAMPLE, DECODE = "the sampling of the first token", "the first decode step"
 REQUEST, TEXT_REQUEST, HTTP_REQUEST = "the first request", "the first request with a text", "the first request by HTTP"
+COUNTED = "the first whole answer"
 ATTRIBUTE = "attribute"  # SGLang's hook on a class would take its place in all modules
 
 
 class Drift(Refusal):
     """SGLang's target of a hook is not what the hook was written for."""
+
+    status_code = HTTPStatus.INTERNAL_SERVER_ERROR  # SGLang answers any other ValueError with status 400
 
 
 @dataclass(frozen=True)

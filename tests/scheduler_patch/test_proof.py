@@ -8,21 +8,21 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from fastapi import Request
+from fastapi import HTTPException, Request
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import run_scheduler_process
 
 from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.scheduler_patch import activation, observe, proof, registry
+from sglang_freekv.scheduler_patch import activation, mistakes, observe, proof, registry
 from sglang_freekv.scheduler_patch.arguments import CONFIG
-from sglang_freekv.scheduler_patch.registry import DECODE, HTTP_REQUEST, REQUEST, SAMPLE, STEP, TEXT_REQUEST, Drift
+from sglang_freekv.scheduler_patch.registry import COUNTED, DECODE, HTTP_REQUEST, REQUEST, SAMPLE, STEP, TEXT_REQUEST, Drift
 
 PASSED = [patch for patch in scheduler_patch.LAUNCHER if patch.due in (REQUEST, TEXT_REQUEST, HTTP_REQUEST) and patch.concerns()]
 STEPPED = [patch for patch in scheduler_patch.scheduler("cpu") if patch.due in (STEP, SAMPLE, DECODE) and patch.concerns()]
 ARGS = SimpleNamespace(**{CONFIG: FreeKVConfig(), "enable_tokenizer_batch_encode": False})
-BY_HTTP = Request({"type": "http"})
-COUNTED = {"completion_tokens": 1, "finish_reason": {"type": "length"}, "freekv": {"decode_steps": 0}}
+BY_HTTP = Request({"type": "http", "path": "/generate", "headers": []})
+ANSWERED = {"completion_tokens": 1, "finish_reason": {"type": "length"}, "freekv": {"decode_steps": 0}}
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +34,18 @@ def attached(monkeypatch):
         monkeypatch.setattr(registry, name, set())
 
 
-def ask(server_args=ARGS, request: Request | None = BY_HTTP, **changes) -> list[dict]:
-    """The answers to a request with a text, the last of which has these changes in its meta_info."""
+def ask(server_args=ARGS, request: Request | None = None, stream: bool = True, **changes) -> list[dict]:
+    """The answers to a request with a text, the last of which has these changes in its meta_info. A request that is not streamed has one."""
 
     async def answers(manager, obj, request):
-        yield {"meta_info": COUNTED | {"finish_reason": None}}
-        yield {"meta_info": {name: value for name, value in (COUNTED | changes).items() if value is not None}}
+        if stream:
+            yield {"text": "first", "output_ids": [1], "meta_info": ANSWERED | {"finish_reason": None}}
+        last = {name: value for name, value in (ANSWERED | changes).items() if value is not None}
+        yield {"text": "last", "output_ids": [1, 2], "meta_info": last}
 
     async def collect():
         manager = SimpleNamespace(server_args=server_args)
-        return [answer async for answer in proof.wait_for_answer(answers, manager, GenerateReqInput(text="a"), request)]
+        return [answer async for answer in proof.wait_for_answer(answers, manager, GenerateReqInput(text="a", stream=stream), request)]
 
     return asyncio.run(collect())
 
@@ -59,25 +61,32 @@ def test_what_is_due_is_all_that_a_request_passes():
 def test_an_answer_that_did_not_pass_a_hook_is_an_error_each_time(missed):
     registry._called.update(set(PASSED) - {missed})
     for _ in range(2):
-        with pytest.raises(Drift, match=f"{missed.target} is hooked, but {missed.due} did not call it; use SGLang 0.5.17"):
-            ask()
+        with pytest.raises(HTTPException, match=f"500: .*{missed.target} is hooked, but {missed.due} did not call it; use SGLang 0.5.17"):
+            ask(request=BY_HTTP, stream=False)
+        (only,) = ask(request=BY_HTTP)  # not even the first chunk of a stream says what the model did
+        finish = only["meta_info"]["finish_reason"]
+        assert (only["text"], only["output_ids"], finish["type"]) == ("", [], "abort") and missed.target in finish["message"]
+        assert finish["status_code"].name == "INTERNAL_SERVER_ERROR"  # the OpenAI API asks for a name
     registry._called.add(missed)
-    assert len(ask()) == 2 and registry.is_proven({REQUEST, TEXT_REQUEST, HTTP_REQUEST})
+    assert len(ask(request=BY_HTTP)) == 2 and registry.is_proven({REQUEST, TEXT_REQUEST, HTTP_REQUEST, COUNTED})
 
 
 def test_an_engine_passes_no_hook_of_the_server():
+    with pytest.raises(Drift, match=f"but {REQUEST} did not call it"):
+        ask()
     registry._called.update(patch for patch in PASSED if patch.due != HTTP_REQUEST)
-    assert len(ask(request=None)) == 2 and not registry.is_proven({HTTP_REQUEST})
+    assert len(ask()) == 2 and not registry.is_proven({HTTP_REQUEST})
 
 
 def test_an_answer_without_counts_is_an_error():
     registry._called.update(PASSED)
     with pytest.raises(Drift, match="_maybe_collect_customized_info is hooked, but an answer came without its counts"):
         ask(freekv=None)
+    assert not registry.is_proven({COUNTED}) and ask(request=BY_HTTP, freekv=None)[-1]["text"] == ""
 
 
 def test_an_aborted_answer_proves_nothing():
-    assert len(ask(freekv=None, finish_reason={"type": "abort"})) == 2 and not registry._proven
+    assert len(ask(stream=False, freekv=None, finish_reason={"type": "abort"})) == 1 and not registry._proven
 
 
 def test_without_retrieval_nothing_is_asked():
@@ -95,6 +104,11 @@ def test_a_server_is_ready_when_its_hooks_were_called(monkeypatch, called):
     registry._called.update(PASSED if called else ())
     proof.serve(run, ARGS)
     assert (ready, len(ended)) == ([called], not called)
+
+
+def test_drift_is_no_clients_mistake():
+    assert asyncio.run(mistakes._answer(BY_HTTP, registry.drift("a.b", "is gone"))).status_code == 500
+    assert asyncio.run(mistakes._answer(BY_HTTP, ValueError("a"))).status_code == 400
 
 
 def process(prefill_only: bool = False, decode: bool = True, finished: bool = False) -> bool:
