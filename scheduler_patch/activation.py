@@ -15,9 +15,7 @@ from sglang_freekv.scheduler_patch.proof import Announcement
 from sglang_freekv.scheduler_patch.registry import apply, drift, verify
 
 RUN_SCHEDULER = "run_scheduler_process_func"
-
-
-_announces: list[bool] = []  # not empty in a scheduler whose announcement is looked at
+_announces = False  # whether the announcement of the scheduler in this process is looked at
 
 
 def in_launcher(original, cls, server_args, *args, **kwargs):
@@ -46,7 +44,8 @@ def run_scheduler(original: Callable[..., None], *args, **kwargs) -> None:
 
     call = inspect.signature(run_scheduler_process).bind(*args, **kwargs)
     call.arguments["pipe_writer"] = Announcement(call.arguments["pipe_writer"])
-    _announces.append(True)
+    global _announces
+    _announces = True
     original(*call.args, **call.kwargs)
 
 

@@ -160,7 +160,7 @@ def scheduler_process(info: dict, *args):
 
 @pytest.mark.parametrize("rank", range(2))
 def test_each_scheduler_says_that_it_is_hooked_or_is_not_ready(rank, monkeypatch):
-    monkeypatch.setattr(activation, "_announces", [])
+    monkeypatch.setattr(activation, "_announces", False)
     sound, stock = Pipe(), Pipe()
     between = [rank] * BETWEEN
     activation.run_scheduler(partial(scheduler_process, {"freekv": {}, "status": "ready"}), ARGS, *between, sound)
@@ -173,7 +173,7 @@ def test_the_launcher_hands_its_own_start_of_a_scheduler_on(monkeypatch):
     monkeypatch.setattr(activation, "verify", lambda patches: None)
     monkeypatch.setattr(activation, "apply", lambda patches: None)
     monkeypatch.setattr(activation, "resolved", lambda server_args: SimpleNamespace(device="cpu"))
-    monkeypatch.setattr(activation, "_announces", [])
+    monkeypatch.setattr(activation, "_announces", False)
     args, handed = SimpleNamespace(**{CONFIG: FreeKVConfig()}), []
 
     def launch(cls, server_args, init_tokenizer_manager_func, run_scheduler_process_func):
