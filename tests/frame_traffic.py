@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,21 +118,22 @@ class Asked(NamedTuple):
     given: torch.Tensor
 
 
-def ask(frames: Frames, each: Pass, slots: torch.Tensor, integer: torch.dtype = torch.int64) -> Asked:
-    """Begin a pass as the backend does."""
+def ask(frames: Frames, each: Pass, slots: torch.Tensor, integer: torch.dtype = torch.int64, *, within=nullcontext) -> Asked:
+    """Begin a pass as the backend does, all that follows its inputs ``within`` a context."""
     device = frames.tables.page_of.device
     rows, seq_lens, prefix_lens = (torch.tensor(x, dtype=integer, device=device) for x in (each.rows, each.seq_lens, each.prefix_lens))
-    page_table, found, given = torch.full((3, len(rows), CONTEXT // PAGE + 1), -7, dtype=torch.int32, device=device)
+    page_table, found, given = torch.full((3, len(rows), slots.shape[1] // frames.page_size + 1), -7, dtype=torch.int32, device=device)
     slots = slots.to(device)
-    if each.ended:
-        frames.rows_ended(each.ended)
-    if each.kind == "decode":
-        frames.begin_decode(slots, rows, seq_lens, need=each.need)
-    elif each.kind == "in place":
-        frames.begin_extend_in_place(slots, rows, seq_lens, given, need=each.need)
-    else:
-        frames.begin_extend_by_staging(slots, rows, seq_lens, prefix_lens, need=each.need)
-    frames.snapshot(slots, rows, seq_lens, page_table, found)
+    with within():
+        if each.ended:
+            frames.rows_ended(each.ended)
+        if each.kind == "decode":
+            frames.begin_decode(slots, rows, seq_lens, need=each.need)
+        elif each.kind == "in place":
+            frames.begin_extend_in_place(slots, rows, seq_lens, given, need=each.need)
+        else:
+            frames.begin_extend_by_staging(slots, rows, seq_lens, prefix_lens, need=each.need)
+        frames.snapshot(slots, rows, seq_lens, page_table, found)
     return Asked(page_table, found, given)
 
 

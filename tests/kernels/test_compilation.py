@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -103,3 +104,42 @@ def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
     control, whole = first.pop("control"), first.pop("whole")
     assert set(first) == {"plan", "recall", "rest", "merge"} and set(first.values()) == {"griddepcontrol.wait"}
     assert control.startswith("ld.global") and whole.startswith("ld.global"), "these do not wait"
+
+
+FRAMES = """
+import json
+from unittest import mock
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from sglang_freekv.kernels import on_gpu
+from sglang_freekv.memory_pool import frames as owner
+
+driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
+run, found = JITFunction.run, []
+JITFunction.run = lambda kernel, *args, grid, warmup, **options: run(kernel, *args, grid=grid, warmup=True, **options)
+knobs.runtime.jit_cache_hook = lambda *, key, fn, **rest: found.append(fn.name.rpartition(".")[2])  # and compile it
+owner.kernels = on_gpu
+
+for pages, rows, requests, tokens in (4096, 33, 8, 131_072), (977, 7, 1, 999):
+    frames = owner.Frames(pages // 2, pages, rows, 3, 32, "cpu")
+    slots = torch.zeros(rows, tokens + 4, dtype=torch.int32)
+    batch = slots, torch.ones(requests, dtype=torch.int64), torch.ones(requests, dtype=torch.int64)
+    page_table, shown, given = (torch.zeros(requests, tokens // 32, dtype=torch.int32) for _ in range(3))
+    for now in range(2):
+        frames.rows_ended(list(range(1, rows - 1))[: now * rows])
+        frames.begin_decode(*batch)
+        frames.begin_extend_in_place(*batch, given)
+        frames.begin_extend_by_staging(*batch, batch[1])
+        frames.snapshot(*batch, page_table, shown)
+print(json.dumps(found))
+"""
+
+
+def test_frames_compile_once_for_a_gpu_and_all_sizes():
+    done = run(FRAMES)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = {"_note_kernel", "_mark_kernel", "_begin_kernel", "_hold_kernel", "_forget_kernel", "_snapshot_kernel"}
+    assert sorted(json.loads(done.stdout.splitlines()[-1])) == sorted(expected)
