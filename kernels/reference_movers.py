@@ -107,10 +107,11 @@ def stage_pages(
 
     Args:
         host_pool: ``[n_page, H, 2, S, D]``.
-        host_pages: ``[N]`` pages to read.
+        host_pages: ``[N]`` pages to read, then -1.
         starts: ``[N]`` first token row of each page.
         keys, values: ``[T, H, D]`` written in place.
     """
+    host_pages, starts = (x[host_pages >= 0] for x in (host_pages, starts))
     units = host_pool[host_pages.to(host_pool.device)].to(keys.device).permute(2, 0, 3, 1, 4)
     rows = starts[:, None] + torch.arange(host_pool.shape[3], device=starts.device)
     keys[rows], values[rows] = units[0], units[1]

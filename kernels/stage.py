@@ -19,7 +19,10 @@ def stage_pages(
     *,
     programs: int = 16,
 ) -> None:
-    """As reference.stage_pages. At most ``programs`` programs run, which leaves the rest of the device to the computation."""
+    """As reference.stage_pages. At most ``programs`` programs run, which leaves the rest of the device to the computation.
+
+    A program ends at its first -1.
+    """
     num_heads, _, page_size, head_dim = host_pool.shape[1:]
     num_units = len(host_pages) * num_heads
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(head_dim)
@@ -69,16 +72,20 @@ def _stage_kernel(
     o_s, o_u = o_t % BLOCK_S, 0 if UNITS == 1 else o_t // BLOCK_S
     o_host = o_s * host_stride_token + o_d
     o_rows = o_s * stride_token + o_d
-    for first in range(tl.program_id(0) * UNITS, num_units, tl.num_programs(0) * UNITS):
+    first = tl.program_id(0) * UNITS
+    i_first = tl.load(p_host_pages + first // H, mask=first < num_units, other=-1)
+    while i_first >= 0:
         i = first + o_u
         m = i < num_units
-        m_unit = m & (o_s < S) & (o_d < D)
         i_head = i % H
-        i_page = tl.load(p_host_pages + i // H, mask=m, other=0).to(tl.int64)
+        i_page = tl.load(p_host_pages + i // H, mask=m, other=-1).to(tl.int64)
         i_start = tl.load(p_starts + i // H, mask=m, other=0).to(tl.int64)
+        m_unit = (i_page >= 0) & (o_s < S) & (o_d < D)
         p_unit = p_host + i_page * host_stride_page + i_head * host_stride_head + o_host
         b_keys = tl.load(p_unit, mask=m_unit, other=0)
         b_values = tl.load(p_unit + host_stride_kind, mask=m_unit, other=0)
         o_unit = i_start * stride_token + i_head * stride_head + o_rows
         tl.store(p_keys + o_unit, b_keys, mask=m_unit)
         tl.store(p_values + o_unit, b_values, mask=m_unit)
+        first += tl.num_programs(0) * UNITS
+        i_first = tl.load(p_host_pages + first // H, mask=first < num_units, other=-1)

@@ -72,8 +72,8 @@ class Canary:
         """Examine the units that ``kernels.stage_pages`` with these arguments brought: one in ``every``, by default the canary's own."""
         pages, rows = (x.repeat_interleave(len(self.heads)) for x in (host_pages, starts))
         self.staged += 1
-        count = torch.full((2,), len(pages), dtype=torch.int32, device=pages.device)
-        count[1:] = self.staged
+        count = torch.full((2,), self.staged, dtype=torch.int32, device=pages.device)
+        count[:1] = (pages >= 0).sum()
         units = Units(rows, 1, self.heads.repeat(len(host_pages)), pages, count)
         self._verify(layer, keys, values, units, every or self.every)
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+
+from sglang_freekv.kernels.ragged import ragged, to_device
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,29 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class ExtendBatch(DecodeBatch):
-    """T new tokens of B requests, each behind a prefix of whole pages. All contexts of the batch share one staging buffer, end to end.
+    """T new tokens of B requests, each behind a prefix of whole pages.
+
+    The contexts of a staged extend share one staging buffer, end to end. An extend in place reads and writes frames of the device cache.
 
     Args:
         query_lens, key_lens: new tokens and all tokens of each request.
-        context_starts: ``[B]`` first token row of each request in the staging buffer.
-        new_rows: ``[T]`` token row of each new token in the staging buffer.
-        full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first token rows in the staging buffer.
+        context_starts: ``[B]`` first token row of each request in the staging buffer, None in place.
+        new_rows: ``[T]`` token row of each new token, in the staging buffer or the device cache.
+        full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first token rows.
         last_tokens: ``[B]`` index of each request's last token among the new tokens.
     """
 
     query_lens: list[int]
     key_lens: list[int]
-    context_starts: torch.Tensor
+    context_starts: torch.Tensor | None
     new_rows: torch.Tensor
     full_pages: torch.Tensor
     full_starts: torch.Tensor
     last_tokens: torch.Tensor
+
+    @property
+    def in_place(self) -> bool:
+        return self.context_starts is None
 
     @classmethod
     def build(
@@ -55,60 +63,92 @@ class ExtendBatch(DecodeBatch):
         prefix_lens: list[int],
         query_lens: list[int],
         page_size: int,
+        in_place: bool = False,
     ) -> ExtendBatch:
         """Lay out the contexts of a batch.
 
         Args:
             rows: ``[B]`` row of each request.
             page_table: ``[B, P]`` logical page -> host page.
-            frames: ``[B, P]`` logical page -> frame.
+            frames: ``[B, P]`` logical page -> frame. In place every page of the contexts has one.
             prefix_lens, query_lens: tokens of each request's prefix, and its new tokens.
             page_size: S.
+            in_place: whether the contexts lie in frames.
 
         Raises:
             RuntimeError: a prefix is not a whole number of pages. The host pool holds full pages only.
         """
-        if ragged := [length for length in prefix_lens if length % page_size]:
-            raise RuntimeError(f"extend after a prefix of {ragged[0]} tokens, expected a multiple of the page size {page_size}")
+        if uneven := [length for length in prefix_lens if length % page_size]:
+            raise RuntimeError(f"extend after a prefix of {uneven[0]} tokens, expected a multiple of the page size {page_size}")
         device = rows.device
         prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
         key = prefix + query
-        starts = key.cumsum(0) - key
-        full_owner, full_index = _ragged(key // page_size - prefix // page_size)
-        full_index += (prefix // page_size)[full_owner]
-        token_owner, token_index = _ragged(query)
+        places = Places(frames.long() * page_size, page_size) if in_place else Places.staged(key, page_size)
+        full_owner, full_page = ragged(key // page_size - prefix // page_size)
+        full_page += (prefix // page_size)[full_owner]
+        token_owner, token = ragged(query)
         return cls(
             rows=rows,
-            seq_lens=_to_device(key, device),
+            seq_lens=to_device(key, device),
             page_table=page_table,
             frames=frames,
             query_lens=query_lens,
             key_lens=key.tolist(),
-            context_starts=_to_device(starts, device),
-            new_rows=_to_device((starts + prefix)[token_owner] + token_index, device),
-            full_pages=page_table[_to_device(full_owner, device), _to_device(full_index, device)],
-            full_starts=_to_device(starts[full_owner] + full_index * page_size, device),
-            last_tokens=_to_device(query.cumsum(0) - 1, device),
+            context_starts=None if in_place else to_device(places.starts[:, 0], device),
+            new_rows=to_device(places.token_rows(token_owner, prefix[token_owner] + token), device),
+            full_pages=page_table[to_device(full_owner, device), to_device(full_page, device)],
+            full_starts=to_device(places.token_rows(full_owner, full_page * page_size), device),
+            last_tokens=to_device(query.cumsum(0) - 1, device),
         )
 
 
-class StagedPages(NamedTuple):
-    """Pages that are streamed to a staging buffer.
+class Places(NamedTuple):
+    """Where the pages of an extend's contexts lie.
 
     Args:
-        host_pages, starts: ``[N]`` host pages, and their first token rows in the staging buffer.
+        starts: ``[B, P]`` int64 first token row of each logical page. It is on the host if the host knows it, which is so in a staging buffer.
+        page_size: S.
+    """
+
+    starts: torch.Tensor
+    page_size: int
+
+    @classmethod
+    def staged(cls, key_lens: torch.Tensor, page_size: int) -> Places:
+        """Contexts of ``key_lens [B]`` tokens, end to end in a staging buffer."""
+        pages = torch.arange(-(-int(key_lens.max()) // page_size))
+        return cls((key_lens.cumsum(0) - key_lens)[:, None] + pages * page_size, page_size)
+
+    def token_rows(self, owners: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """``[N]`` token rows, on the device of ``starts``, of positions ``tokens [N]`` of requests ``owners [N]``, both on the host."""
+        owners, tokens = (to_device(x, self.starts.device) for x in (owners, tokens))
+        return self.starts[owners, tokens // self.page_size] + tokens % self.page_size
+
+
+class StagedPages(NamedTuple):
+    """Pages that are streamed to a staging buffer or to frames.
+
+    Args:
+        host_pages, starts: ``[N]`` host pages, then -1, and the first token row of each.
     """
 
     host_pages: torch.Tensor
     starts: torch.Tensor
 
 
+class Prefixes(Protocol):
+    """The prefix pages of an extend batch that are streamed from the host pool."""
+
+    def look_up(self) -> StagedPages:
+        """Read the tables that name the pages. Call it on a stream that is ordered behind the writers of those tables."""
+
+
 @dataclass(frozen=True)
-class Prefixes:
-    """The prefix pages of an extend batch: their entries in the scheduler's table, and their places in the staging buffer.
+class StagedPrefixes:
+    """All prefix pages of a staged extend: their entries in the scheduler's table, and their places in the staging buffer.
 
     Args:
-        req_to_token: ``[R, context]`` KV index of each token of each row.
+        req_to_token: ``[R, context]`` KV index of each token of each row, written by the scheduler.
         rows: ``[B]`` rows of the requests in that table.
         owners, pages: ``[N]`` request and logical page of each prefix page, on the host.
         starts: ``[N]`` their first token rows in the staging buffer, on the host.
@@ -125,27 +165,47 @@ class Prefixes:
     @classmethod
     def build(
         cls, req_to_token: torch.Tensor, rows: torch.Tensor, prefix_lens: list[int], query_lens: list[int], page_size: int
-    ) -> Prefixes:
+    ) -> StagedPrefixes:
         """Lay out the prefixes in the contexts of ``ExtendBatch.build``, whose arguments these are."""
         prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
-        key = prefix + query
-        owners, pages = _ragged(prefix // page_size)
-        return cls(req_to_token, rows, owners, pages, (key.cumsum(0) - key)[owners] + pages * page_size, page_size)
+        owners, pages = ragged(prefix // page_size)
+        starts = Places.staged(prefix + query, page_size).token_rows(owners, pages * page_size)
+        return cls(req_to_token, rows, owners, pages, starts, page_size)
 
     def look_up(self) -> StagedPages:
-        """Read the host pages from the scheduler's table. Call it on a stream that is ordered behind the scheduler's writes."""
+        """As ``Prefixes.look_up``; the scheduler writes the table."""
         device = self.req_to_token.device
-        owners, pages = _to_device(self.owners, device), _to_device(self.pages, device)
+        owners, pages = to_device(self.owners, device), to_device(self.pages, device)
         host_pages = self.req_to_token[self.rows[owners], pages * self.page_size] // self.page_size
-        return StagedPages(host_pages, _to_device(self.starts, device))
+        return StagedPages(host_pages, to_device(self.starts, device))
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``. The host does not wait for the device, which may still compute the batch before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+@dataclass(frozen=True)
+class AbsentPrefixes:
+    """The prefix pages of an extend in place that were absent before it, and the frames that it gave them.
 
+    Args:
+        page_table: ``[B, P]`` logical page -> host page.
+        given: ``[B, P]`` the frame that this batch gave each logical page, -1 for a page that had one or is another request's here, too.
+        owners, pages: ``[N]`` request and logical page of each prefix page, on the host.
+        page_size: S.
+    """
 
-def _ragged(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``counts[i]`` items for each request i: ``[N]`` request of each item, and ``[N]`` index of the item within its request."""
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    page_table: torch.Tensor
+    given: torch.Tensor
+    owners: torch.Tensor
+    pages: torch.Tensor
+    page_size: int
+
+    @classmethod
+    def build(cls, page_table: torch.Tensor, given: torch.Tensor, prefix_lens: list[int], page_size: int) -> AbsentPrefixes:
+        """Of a batch whose other arguments are those of ``ExtendBatch.build``."""
+        return cls(page_table, given, *ragged(torch.tensor(prefix_lens) // page_size), page_size)
+
+    def look_up(self) -> StagedPages:
+        """As ``Prefixes.look_up``; the pass itself writes the tables. The absent pages come first, because only the device knows them."""
+        device = self.page_table.device
+        where = to_device(self.owners, device), to_device(self.pages, device)
+        given = self.given[where]
+        host_pages, order = self.page_table[where].where(given >= 0, -1).sort(descending=True)
+        return StagedPages(host_pages, given[order].long() * self.page_size)

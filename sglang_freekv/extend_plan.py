@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_freekv.batch import ExtendBatch, Prefixes
+from sglang_freekv.batch import ExtendBatch, Prefixes, StagedPrefixes
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
 
@@ -76,6 +76,6 @@ class ExtendPlanner:
         settled, tables = self.settled, self.tables
         self.settled = self.tables = None
         batch = ExtendBatch.build(rows, page_table, frames, prefix_lens, query_lens, self.page_size)
-        prefixes = Prefixes.build(req_to_token, rows if tables is None else tables[1], prefix_lens, query_lens, self.page_size)
+        prefixes = StagedPrefixes.build(req_to_token, rows if tables is None else tables[1], prefix_lens, query_lens, self.page_size)
         behind = None if settled is None or tables is None else (settled, tables[0])
         return ExtendPlan(batch, prefixes, behind)

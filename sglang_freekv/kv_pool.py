@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
-from sglang_freekv.engine import Recall
+from sglang_freekv.engine import ExtendAttention, Recall
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.layers import LayerKind
@@ -82,8 +82,10 @@ class FreeKVPool(MHATokenToKVPool):
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
-        compute = self.shape.format.compute
-        attention = FlashInferExtend(*heads, compute, self.device, EXTEND_WORKSPACE_BYTES) if on_gpu else ReferenceExtend()
+        attention: ExtendAttention = ReferenceExtend()
+        if on_gpu:
+            workspace = torch.empty(EXTEND_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+            attention = FlashInferExtend(*heads, self.shape.format.compute, workspace)
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:

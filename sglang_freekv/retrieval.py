@@ -99,5 +99,6 @@ class Retrieval(Engine):
         logits = self.policy.adjust(layer, logits, None, lambda: self.held(layer, batch))
         kernels.seed_slots(self.candidates(logits, batch), cache.tables)
         cache.previous_queries[batch.rows] = queries
-        context = context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens
-        kernels.fill_pages(*context, cache.tables, keys=cache.keys, values=cache.values)
+        if batch.context_starts is not None:  # in place no slot is wanted: every page has a frame
+            context = context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens
+            kernels.fill_pages(*context, cache.tables, keys=cache.keys, values=cache.values)

@@ -22,7 +22,7 @@ from edges import (
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.kernels import reference
-from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.kernels.extend import FlashInferExtend, FlashInferPagedExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
 
@@ -392,18 +392,35 @@ def test_an_edge_removed_beside_a_graph_is_caught(remove_edge):
     assert any(not torch.equal(_newcomers(delayed_streams(seed), random.Random(seed), remove_edge), expected) for seed in range(40))
 
 
-def test_flashinfer_extends_as_the_reference_does():
+@pytest.mark.parametrize("size, dim", [(8, 64), (32, 128), (64, 96)])
+def test_flashinfer_extends_as_the_reference_does(size, dim):
+    """Staged and in place, through one workspace. In place the plan does not wait for the device."""
     pytest.importorskip("flashinfer")
-    heads, group, dim, dtype = 2, 3, 64, torch.bfloat16
-    kernel = FlashInferExtend(heads * group, heads, dim, dtype, "cuda", 128 << 20)
+    heads, group, dtype = 2, 3, torch.bfloat16
+    shape = heads * group, heads, dim, dtype, torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    staged, in_place = FlashInferExtend(*shape), FlashInferPagedExtend(*shape, size)
     for query_lens, key_lens in (([5, 1, 300, 64], [5, 700, 1300, 128]), ([1], [1])):
         queries, keys, values = (
             torch.randn(sum(lens), count, dim, dtype=dtype, device="cuda")
             for lens, count in ((query_lens, heads * group), (key_lens, heads), (key_lens, heads))
         )
-        kernel.plan(query_lens, key_lens)
         expected = reference.extend_attention(*(x.float() for x in (queries, keys, values)), query_lens, key_lens, dim**-0.5)
-        torch.testing.assert_close(kernel(queries, keys, values, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
+        staged.plan(query_lens, key_lens)
+        torch.testing.assert_close(staged(queries, keys, values, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
+        width = max(key_lens) // size + 1
+        frames = torch.randperm(len(key_lens) * width, device="cuda").int().view(-1, width)
+        pools = torch.full((2, frames.numel(), size, heads, dim), torch.nan, dtype=dtype, device="cuda")
+        for b, parts in enumerate(zip(keys.split(key_lens), values.split(key_lens))):
+            tokens = torch.arange(key_lens[b], device="cuda")
+            for pool, part in zip(pools, parts):
+                pool[frames[b, tokens // size].long(), tokens % size] = part
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            in_place.plan(query_lens, key_lens, frames)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(in_place(queries, *pools, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_decode_step_never_waits_for_the_device():

@@ -260,6 +260,13 @@ def test_stage(S, H, D, dtype, layout, programs, integer):
     reference.stage_pages(host, host_pages, starts, *expected)
     assert_same_bits(found, expected)
     assert int((~found.isnan()).sum()) == 2 * 5 * S * H * D
+    for count in (3, 0):  # so many pages, then -1
+        found, expected = (torch.full_like(expected, torch.nan) for _ in range(2))
+        listed = host_pages.where(torch.arange(5, device=DEVICE) < count, -1)
+        stage_pages(host, listed, starts, *found, programs=programs)
+        reference.stage_pages(host, listed, starts, *expected)
+        assert_same_bits(found, expected)
+        assert int((~found.isnan()).sum()) == 2 * count * S * H * D
     stage_pages(host, host_pages[:0], starts[:0], *found)
     assert_same_bits(found, expected)
     assert_same_bits(host, before)
