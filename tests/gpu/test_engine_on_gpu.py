@@ -392,11 +392,11 @@ def test_an_edge_removed_beside_a_graph_is_caught(remove_edge):
     assert any(not torch.equal(_newcomers(delayed_streams(seed), random.Random(seed), remove_edge), expected) for seed in range(40))
 
 
-@pytest.mark.parametrize("size, dim", [(8, 64), (32, 128), (64, 96)])
-def test_flashinfer_extends_as_the_reference_does(size, dim):
+@pytest.mark.parametrize("size", [8, 32, 64])
+def test_flashinfer_extends_as_the_reference_does(size):
     """Staged and in place, through one workspace. In place the plan does not wait for the device."""
     pytest.importorskip("flashinfer")
-    heads, group, dtype = 2, 3, torch.bfloat16
+    heads, group, dim, dtype = 2, 3, 64, torch.bfloat16  # one head_dim, because FlashInfer compiles each for minutes
     shape = heads * group, heads, dim, dtype, torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     staged, in_place = FlashInferExtend(*shape), FlashInferPagedExtend(*shape, size)
     for query_lens, key_lens in (([5, 1, 300, 64], [5, 700, 1300, 128]), ([1], [1])):
