@@ -17,7 +17,7 @@ from sglang_freekv.launch.server import Server, free_port
 
 LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3
 NEW_TOKENS, CONCURRENCY = 16, 16
-FREEKV = {"--kv-retrieval": "freekv", "--freekv-host-memory": 6}
+FREEKV = {"--kv-retrieval": "freekv", "--freekv-host-memory": 6, "--freekv-resident-memory": 0}
 SMALL = FREEKV | {"--freekv-budget": 512}
 SYSTEMS = {
     "stock": {"--attention-backend": "flashinfer", "--page-size": 32},
@@ -28,6 +28,7 @@ SYSTEMS = {
     "copy-engine": SMALL | {"--freekv-recall": "copy-engine"},
     "host-nhd": SMALL | {"--freekv-host-layout": "nhd"},
     "slack-4": SMALL | {"--freekv-device-cache": 2048},
+    "resident": SMALL | {"--freekv-resident-memory": 1},
     "canary": SMALL | {"--freekv-canary": "full"},
     "tp-2-covering": FREEKV | {"--freekv-budget": 16384, "--tp": 2},
     "tp-2-budget-512": SMALL | {"--tp": 2},

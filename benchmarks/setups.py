@@ -86,7 +86,7 @@ class Setup:
             return flags | {"--attention-backend": "torch_native", "--page-size": 1}
         if system == "stock":
             return flags | {"--attention-backend": "flashinfer"}
-        flags |= {"--kv-retrieval": "freekv", "--freekv-budget": self.budget}
+        flags |= {"--kv-retrieval": "freekv", "--freekv-budget": self.budget, "--freekv-resident-memory": 0}  # loads are of recall
         return flags | ({"--freekv-host-memory": self.host_memory} if self.device == "cuda" else {})
 
 

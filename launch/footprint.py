@@ -58,9 +58,17 @@ class Footprint:
             most_tokens: ``--max-total-tokens``; None is no limit.
             most_rows: ``--max-running-requests``; None is ``requests``.
         """
-        tokens = self.sizing.tokens(host_bytes, device_bytes, most_rows or requests)
-        tokens = tokens if most_tokens is None else min(tokens, most_tokens)
+        tokens = self._pool_tokens(host_bytes, device_bytes, most_tokens, most_rows or requests)
         try:
             return tokens >= requests * self.tokens and self.sizing.rows(device_bytes, tokens) >= requests
         except Refusal:
             return False
+
+    def resident_bytes(self, rows: int, host_bytes: int, device_bytes: int, most_tokens: int | None) -> int:
+        """Bytes for resident pages of a server with so many rows, on one rank. Other arguments are as of ``fit``."""
+        tokens = self._pool_tokens(host_bytes, device_bytes, most_tokens, rows)
+        return self.sizing.frames(device_bytes, tokens, rows) * self.sizing.frame_bytes
+
+    def _pool_tokens(self, host_bytes: int, device_bytes: int, most_tokens: int | None, rows: int) -> int:
+        tokens = self.sizing.tokens(host_bytes, device_bytes, rows)
+        return tokens if most_tokens is None else min(tokens, most_tokens)

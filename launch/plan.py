@@ -159,6 +159,14 @@ class Plan:
         running = self.question.server.max_running_requests
         return None if self.footprint.fit(self.requests, self.host_bytes, self.device_bytes, None, running) else needed
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """Bytes of device memory that the command leaves for resident pages, on one rank; None if memory is unknown or the plan does not fit."""
+        if not (self.fits and self.is_known):
+            return None
+        rows = self.question.server.max_running_requests or self.requests
+        return self.footprint.resident_bytes(rows, self.host_bytes, self.device_bytes, self.total_tokens)
+
     def can_serve(self, count: int) -> bool:
         """Whether ``count`` requests fit at once. Unknown memory counts as enough."""
         needed = count * self.footprint.tokens

@@ -159,6 +159,7 @@ def _tiers(plan: Plan, count: int) -> Iterator[Tier]:
     yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, sizing.row_bytes, (count + 1) * sizing.row_bytes, None)
     yield Tier(f"staging of prefixes{each}", None, None, sizing.staging_bytes, None)
     yield Tier(f"device{each}, all of these", sizing.device_bytes_per_token, cost.device_bytes(1) - cost.device_bytes(0), device, static)
+    yield Tier(f"resident pages{each}, in what is left", sizing.host_bytes_per_token, None, None, plan.resident_bytes)
     if ranks > 1:
         host = plan.hardware.host_bytes
         yield Tier(

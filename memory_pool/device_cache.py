@@ -43,34 +43,36 @@ class LayerCache:
 
 
 class Slots(NamedTuple):
-    """R rows, the padding row included; C slots of a row; A pages that one step attends to."""
+    """R rows, the padding row included; C slots of a row; A pages that one step attends to; frames for resident pages."""
 
     rows: int
     per_row: int
     attended: int
+    resident: int = 0
 
 
 class DeviceCache:
-    """Slots, slot tables and previous queries of every row, for all retrieval layers.
+    """Frames, slot tables and previous queries of every row, for all retrieval layers.
 
-    A row is the place of one running request, and its number is SGLang's ``req_pool_idx``. Row 0 is padding.
+    A row is the place of one running request, and its number is SGLang's ``req_pool_idx``. Row 0 is padding. The first R * C frames are
+    slots of the rows, the others are for resident pages.
 
     Args:
         shape: KV of this rank.
         page_size: S.
-        slots: how many rows and slots.
+        slots: how many rows, slots and frames.
         device: of all tensors.
     """
 
     def __init__(self, shape: KVShape, page_size: int, slots: Slots, device: str) -> None:
-        self.num_rows, self.num_slots, self.num_attended = num_rows, num_slots, num_attended = slots
+        self.num_rows, self.num_slots, self.num_attended, self.num_resident = num_rows, num_slots, num_attended, num_resident = slots
         self.page_size, self.num_kv_heads, dim = page_size, shape.kv_heads, shape.head_dim
         storage, compute, _ = shape.format
 
         self.row_frames = torch.arange(num_rows * num_slots, dtype=torch.int32, device=device).view(num_rows, num_slots)
 
         def pages() -> torch.Tensor:
-            return torch.zeros((num_rows * num_slots, page_size, shape.kv_heads, dim), dtype=storage, device=device)
+            return torch.zeros((num_rows * num_slots + num_resident, page_size, shape.kv_heads, dim), dtype=storage, device=device)
 
         def table(width: int) -> torch.Tensor:
             return torch.full((num_rows, self.num_kv_heads, width), -1, dtype=torch.int32, device=device)
@@ -91,6 +93,13 @@ class DeviceCache:
     def num_bytes(self) -> int:
         own = (tensor for layer in self.layers for tensor in vars(layer).values() if tensor is not self.row_frames)
         return self.row_frames.nbytes + sum(tensor.nbytes for tensor in own)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the frames for resident pages."""
+        return sum(
+            keys_or_values[self.row_frames.numel() :].nbytes for layer in self.layers for keys_or_values in (layer.keys, layer.values)
+        )
 
     def check_integrity(self) -> None:
         """Check the tables of all rows.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.kernels.frame_tables import DEPTH_BITS, FREE, IN_HAND, LENT, FrameTables
+from sglang_freekv.kernels.frame_tables import ABSENT, DEPTH_BITS, FREE, IN_HAND, LENT, FrameTables
 from sglang_freekv.memory_pool.readback import Readback
 
 SPARE = 64  # a reclaim leaves one frame of so many free beyond what was asked for, so that the next pass need not reclaim again
@@ -75,13 +75,26 @@ class Frames:
         self._none = torch.zeros(0, dtype=torch.int64, device=device)
 
     @property
+    def num_resident(self) -> int:
+        """Frames that are not lent."""
+        return len(self.tables.page_of) - self.num_lent
+
+    @property
     def num_bytes(self) -> int:
         return sum(table.nbytes for table in self.tables)
 
     @property
     def counts(self) -> FrameCounts:
-        """Counts of the last pass whose counts have arrived on the host, one to three passes ago on a GPU; zeros before the first."""
+        """Counts of pass ``counted``, the last one whose counts have arrived on the host; zeros before the first.
+
+        On a GPU that is one to three passes ago.
+        """
         return FrameCounts(*self._counts.poll())
+
+    @property
+    def counted(self) -> int:
+        """Number of the pass that ``counts`` are of, from 1; 0 before the first."""
+        return self._counts.arrived
 
     def rows_ended(self, rows: list[int]) -> None:
         """The requests of ``rows`` ended, or were retracted. The next pass takes their frame in hand."""
@@ -100,16 +113,21 @@ class Frames:
         kernels.begin_pages(req_to_token, rows, seq_lens, self.tables, self.page_size)
 
     def begin_extend_in_place(
-        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, given: torch.Tensor, *, need: int = 0
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, given: torch.Tensor, *, need: int | None = 0
     ) -> None:
         """Begin an extend whose contexts are read and written in frames.
 
         Args:
-            req_to_token, rows, seq_lens, need: as for ``begin_decode``.
+            req_to_token, rows, seq_lens: as for ``begin_decode``.
             given: ``[B, P]`` int32 written: the frame of each logical page that was absent, in its first place in the batch, else -1. A page
                 of a prefix has to be copied there from the host pool.
+            need: as for ``begin_decode``; None is what the batch can take, counted on the device.
         """
-        self._begin(req_to_token, rows, seq_lens, need)
+        self._begin(req_to_token, rows, seq_lens, need or 0)
+        if need is None:
+            kernels.snapshot_pages(req_to_token, rows, seq_lens, torch.empty_like(given), self.page_size, tables=self.tables, frames=given)
+            self.reclaim(self.tables.counts[ABSENT : ABSENT + 1] + len(rows))
+            self.tables.counts[ABSENT] = 0
         kernels.hold_pages(req_to_token, rows, seq_lens, self.tables, self.page_size, given.fill_(-1))
 
     def begin_extend_by_staging(
@@ -151,7 +169,7 @@ class Frames:
         self._ended.clear()
         return ended.pin_memory().to(self._none.device, non_blocking=True) if self._none.is_cuda else ended
 
-    def reclaim(self, need: int) -> None:
+    def reclaim(self, need: int | torch.Tensor) -> None:
         """If fewer than ``need`` frames are free, give up pages that no running row uses, until that many and some to spare are free.
 
         The host copies of the pages are complete, so giving up copies nothing. It stops when no such page is left.

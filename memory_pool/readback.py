@@ -17,12 +17,14 @@ class Readback:
 
     def __init__(self, source: torch.Tensor) -> None:
         self.source, self._values = source, [0] * len(source)
+        self.arrived = 0  # copies that are complete
         self._copies: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
 
     def begin(self) -> None:
         """Copy what ``source`` holds behind all that the current stream was given."""
         if not self.source.is_cuda:
             self._values = self.source.tolist()
+            self.arrived += 1
             return
         copy, copied = torch.empty_like(self.source, device="cpu", pin_memory=True), torch.cuda.Event()
         copy.copy_(self.source, non_blocking=True)
@@ -33,4 +35,5 @@ class Readback:
         """The values of the last copy that is complete; zeros before the first."""
         while self._copies and self._copies[0][0].query():
             self._values = self._copies.popleft()[1].tolist()
+            self.arrived += 1
         return self._values

@@ -10,6 +10,8 @@ from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 
+FRAME_TABLE_BYTES = 24  # of the tables of frames: 8 for each frame, 12 for each host page, of which there are more
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -115,6 +117,18 @@ class Sizing:
         share = room / 2 if max_rows is None else max(room / 2, room - (max_rows + 1) * self.row_bytes)
         tokens = min(host_bytes // self.host_bytes_per_token, int(share / self.device_bytes_per_token))
         return tokens // self.config.page_size * self.config.page_size
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one resident page in all retrieval layers, and of its places in the tables of frames."""
+        return self.shape.retrieval_layers * self.config.page_size * self.shape.layer_token_bytes + FRAME_TABLE_BYTES
+
+    def frames(self, device_bytes: int, tokens: int, rows: int) -> int:
+        """Resident pages that fit the device beside ``rows`` and the padding row: as many as are asked for, and as the host pool has."""
+        left = device_bytes - self.staging_bytes - tokens * self.device_bytes_per_token - (rows + 1) * self.row_bytes
+        asked = self.config.resident_memory_gib
+        most = left if asked is None else min(left, asked * GIB)
+        return min(max(0, int(most // self.frame_bytes)), tokens // self.config.page_size)
 
     def rows(self, device_bytes: int, tokens: int) -> int:
         """Requests that fit the device beside the digests and dense layers of ``tokens``. The padding row is not counted.

@@ -12,6 +12,7 @@ from sglang_freekv.config import CANARIES, FreeKVConfig
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
 from sglang_freekv.memory_pool.digest_pool import DigestPool
+from sglang_freekv.memory_pool.frames import Frames
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.staging import Staging
@@ -25,6 +26,7 @@ class Store:
     host: HostPool
     digests: DigestPool
     cache: DeviceCache
+    frames: Frames
     staging: Staging
     canary: Canary | None
 
@@ -38,6 +40,8 @@ class Store:
         staging_tokens: int,
         device: str,
         stream: TransferStream,
+        *,
+        num_resident: int = 0,
     ) -> Store:
         """Allocate all pools, with SGLang's padding page and padding row in addition.
 
@@ -49,6 +53,7 @@ class Store:
             staging_tokens: tokens of context that one extend batch may have.
             device: of the pools on the GPU.
             stream: stream of the staging copies.
+            num_resident: frames for resident pages.
 
         Raises:
             RuntimeError: the system does not give the host memory.
@@ -60,10 +65,13 @@ class Store:
         host = HostPool(layers, num_pages, (heads, 2, size, dim), storage, pin, config.host_layout)
         every = CANARIES[config.canary]
         canary = Canary(layers, num_pages, heads, size, every, device) if every else None
+        slots = Slots(num_rows + 1, config.cache_pages, config.pages.total, num_resident)
+        lent = slots.rows * slots.per_row
         return cls(
             host=host,
             digests=DigestPool(layers, (num_pages, heads, *shape.digest_shape), compute, device),
-            cache=DeviceCache(shape, size, Slots(num_rows + 1, config.cache_pages, config.pages.total), device),
+            cache=DeviceCache(shape, size, slots, device),
+            frames=Frames(lent + num_resident, num_pages, slots.rows, lent, size, device),
             staging=Staging(host, staging_tokens, (heads, dim), compute, device, stream, canary),
             canary=canary,
         )
@@ -84,4 +92,5 @@ class Store:
         """
         self.host.check_integrity()
         self.cache.check_integrity()
+        self.frames.check_integrity()
         self.digests.check_integrity(self.host, host_pages, policy)

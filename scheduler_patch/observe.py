@@ -51,6 +51,7 @@ class Observer:
             "host_pages_total": total,
             "rows_used": self.rows.size - self.rows.available_size(),
             "rows_total": self.rows.size,
+            **self.pool.residency.state(),
             "totals": self.pool.totals.as_dict(),
         }
 

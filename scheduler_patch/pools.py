@@ -45,6 +45,9 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
             f"{config.page_size}; raise it, or --mem-fraction-static if device memory is short"
         )
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
+    configurator.model_config.freekv_resident = _agree(
+        sizing.frames(device_bytes, tokens, rows)
+    )  # the configurator has slots, and none for it
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=rows,
@@ -61,6 +64,7 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
         num_rows=req_to_token_pool.size,
         staging_tokens=configurator.model_config.context_len,
         device=configurator.device,
+        num_resident=configurator.model_config.freekv_resident,
     )
 
 
@@ -79,7 +83,10 @@ def _sizing(configurator: KVCacheConfigurator) -> Sizing:
 
 
 def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:
-    """Host and device bytes of this rank. On a CPU both are the same memory, so the device gets a share of the available rest."""
+    """Host and device bytes of this rank.
+
+    On a CPU both are the same memory, so the device gets a share of the available rest. Resident pages are in that share, too.
+    """
     host_bytes = int(config.host_memory_gib * GIB)
     device_bytes = configurator._profile_available_bytes(pre_model_load_memory)
     if configurator.device == "cpu":

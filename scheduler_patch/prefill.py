@@ -11,9 +11,14 @@ from sglang_freekv import releases
 
 
 def mark_tables(scheduler, batch, *args, **kwargs) -> None:
-    """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written."""
+    """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written.
+
+    Rows that have become free since the last batch have no request any more.
+    """
+    pool, rows = scheduler.token_to_kv_pool_allocator.get_kvcache(), scheduler.req_to_token_pool
+    pool.residency.note_rows(set(range(1, rows.size + 1)).difference(rows.free_slots))
     if batch.forward_mode.is_extend():
-        scheduler.token_to_kv_pool_allocator.get_kvcache().planner.note_tables(batch.req_pool_indices)
+        pool.planner.note_tables(batch.req_pool_indices)
 
 
 def whole_pages(adder, req) -> None:

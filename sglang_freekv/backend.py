@@ -12,12 +12,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.rehearsal import compile_all
+from sglang_freekv.residency import Residency
 
 
 class FreeKVAttnBackend(AttentionBackend):
@@ -38,6 +38,8 @@ class FreeKVAttnBackend(AttentionBackend):
         self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
         self.req_to_token_pool, self.context_len = model_runner.req_to_token_pool, model_runner.model_config.context_len
         self.retrieval, self.planner = self.token_to_kv_pool.retrieval, self.token_to_kv_pool.planner
+        self.residency = Residency(self.token_to_kv_pool.store.frames, self.req_to_token_pool.req_to_token)
+        self.token_to_kv_pool.residency = self.residency
         _check_layers(list(_attention_layers(model_runner.model)), self.token_to_kv_pool)
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
@@ -46,7 +48,7 @@ class FreeKVAttnBackend(AttentionBackend):
         self.frames: torch.Tensor | None = None
         model_runner.capture_tail_hooks.append(self._join)
         if model_runner.device != "cpu":
-            compile_all(self.retrieval, self.token_to_kv_pool.num_rows, self._most_pages, self.req_to_token_pool.req_to_token)
+            compile_all(self.retrieval, self.residency, self.token_to_kv_pool.num_rows, self._most_pages)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a forward pass without a graph. The engine comes first, because FlashInfer's plan waits for the device."""
@@ -59,13 +61,16 @@ class FreeKVAttnBackend(AttentionBackend):
         # SGLang passes views of buffers. Its next pass overwrites them, when the selection stream may still read.
         rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
-        page_table = self._snapshot(rows, seq_lens, torch.empty((len(rows), width), dtype=torch.int32, device=rows.device))
-        frames = torch.full_like(page_table, -1)
+        page_table, frames = torch.empty((2, len(rows), width), dtype=torch.int32, device=rows.device)
+        where = rows, seq_lens, page_table, frames
         if forward_batch.forward_mode.is_decode():
-            self.batch = DecodeBatch(rows, seq_lens, page_table, frames)
+            self.residency.begin_decode(*where, self._full_pages(forward_batch.seq_lens_cpu))
+            self.batch = DecodeBatch(*where)
             self.planner.note_step()
         else:
             lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
+            key_lens = [sum(both) for both in zip(*lengths)]
+            self.residency.begin_staged(*where, forward_batch.extend_prefix_lens, key_lens)
             plan = self.planner.plan(rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token)
             self.batch = plan.batch
             self.retrieval.prepare_extend(plan)
@@ -84,15 +89,18 @@ class FreeKVAttnBackend(AttentionBackend):
         self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
         size = forward_batch.batch_size
         self.retrieval.complete_all_transfers()  # of passes without a graph; a graph leaves nothing in flight
+        fills = 0
         if in_capture:
             self.planner.note_step()
         else:
-            lengths = forward_batch.seq_lens_cpu
-            self.planner.note_graph(lengths is None or not bool((lengths[:size] % self.token_to_kv_pool.page_size).all()))
-        rows, seq_lens = forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size]
-        self._snapshot(rows, seq_lens, self.page_table[:size])
+            fills = size if forward_batch.seq_lens_cpu is None else self._full_pages(forward_batch.seq_lens_cpu[:size])
+            self.planner.note_graph(fills > 0)
+        batch = DecodeBatch(
+            forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size], self.page_table[:size], self.frames[:size]
+        )
+        self.residency.begin_decode(batch.rows, batch.seq_lens, batch.page_table, batch.frames, fills)
         if in_capture:
-            self.batch = DecodeBatch(rows, seq_lens, self.page_table[:size], self.frames[:size])
+            self.batch = batch
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self.dense.init_forward_metadata_in_graph(forward_batch)
@@ -116,10 +124,9 @@ class FreeKVAttnBackend(AttentionBackend):
         """
         return -(-self._pages(self.context_len - 1) // 16) * 16
 
-    def _snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
-        """Write the host page of each logical page to ``page_table [B, P]``."""
-        kernels.snapshot_pages(self.req_to_token_pool.req_to_token, rows, seq_lens, page_table, self.token_to_kv_pool.page_size)
-        return page_table
+    def _full_pages(self, seq_lens: torch.Tensor) -> int:
+        """How many contexts of ``seq_lens [B]``, on the host, are whole pages: the new token fills its page."""
+        return int((seq_lens % self.token_to_kv_pool.page_size == 0).sum())
 
     def forward_decode(self, q, k, v, layer: RadixAttention, forward_batch: ForwardBatch, save_kv_cache: bool = True, **kwargs):
         """``[B, Hq * D]`` attention of one new token per request."""

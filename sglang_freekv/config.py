@@ -67,6 +67,7 @@ class FreeKVConfig:
             budget needs no recall if it is selected again. None becomes the budget.
         dense_layers: layers that keep all their KV on the device and use stock attention.
         host_memory_gib: GiB of host memory for the host pool of one rank. None becomes a share of the available memory.
+        resident_memory_gib: GiB of device memory of one rank for resident pages, which need no recall. None becomes what is left.
         page_size: tokens per page, SGLang's ``--page-size``.
         recall: one of ``RECALLS``: how missing units are copied from the host pool.
         host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
@@ -87,6 +88,7 @@ class FreeKVConfig:
     device_cache_tokens: int | None = None
     dense_layers: tuple[int, ...] = (0,)
     host_memory_gib: float | None = None
+    resident_memory_gib: float | None = None
     page_size: int = DEFAULT_PAGE_SIZE
     recall: str = "zero-copy"
     host_layout: str = "hnd"
@@ -109,6 +111,10 @@ class FreeKVConfig:
             )
         if self.host_memory_gib is not None and not self.host_memory_gib > 0:
             raise Refusal(f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share")
+        if self.resident_memory_gib is not None and not self.resident_memory_gib >= 0:
+            raise Refusal(
+                f"--freekv-resident-memory {self.resident_memory_gib:g}: expected GiB, 0 or more; leave it out to take what is left"
+            )
 
     def _take_defaults_of_method(self) -> None:
         default = METHODS[self.method]

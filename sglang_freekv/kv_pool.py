@@ -38,13 +38,17 @@ class FreeKVPool(MHATokenToKVPool):
         num_rows: running requests that the device cache holds.
         staging_tokens: tokens of context that one extend batch may have.
         device: of the pools on the GPU.
+        num_resident: frames for resident pages.
 
     Raises:
         RuntimeError: the system does not give the host memory.
     """
 
-    def __init__(self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, device: str) -> None:
+    def __init__(
+        self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, device: str, *, num_resident: int = 0
+    ) -> None:
         self.config, self.shape, self.num_rows, self.staging_tokens = config, shape, num_rows, staging_tokens
+        self.num_resident = num_resident
         self.retrieval_index = shape.layers.retrieval_index
         self.heads = shape.retrieval_layers * shape.kv_heads  # kv heads that every decode step may correct
         self.totals, self.recall_times = RetrievalCounts(), RecallTimes()
@@ -75,7 +79,8 @@ class FreeKVPool(MHATokenToKVPool):
         self._init_data_ptrs_and_strides()
         policy = POLICIES[self.config.method](self.config)
         streams = Streams.make(self.device)
-        self.store = Store.build(self.config, self.shape, self.size, self.num_rows, self.staging_tokens, self.device, streams.transfers)
+        sizes = self.size, self.num_rows, self.staging_tokens
+        self.store = Store.build(self.config, self.shape, *sizes, self.device, streams.transfers, num_resident=self.num_resident)
         self.planner = ExtendPlanner(streams.transfers, self.page_size)
         recall: Recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
@@ -107,11 +112,11 @@ class FreeKVPool(MHATokenToKVPool):
         super().set_kv_buffer(layer, loc_info, cache_k, cache_v, *args, **kwargs)
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and of values, on the device and on the host together. Digests and checksums count as keys."""
+        """Bytes of keys and of values, on the device and on the host together. Digests, checksums and tables of frames count as keys."""
         dense = sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer))
         store = self.store
         half = (dense + store.host.num_bytes + store.cache.num_bytes) // 2
-        return half + store.digests.num_bytes + store.canary_bytes, half
+        return half + store.digests.num_bytes + store.canary_bytes + store.frames.num_bytes, half
 
     def describe(self) -> dict:
         """The settings in force, and the sizes of all pools in tokens and bytes."""
@@ -136,7 +141,9 @@ class FreeKVPool(MHATokenToKVPool):
             "digest_bytes": self.store.digests.num_bytes,
             "canary_bytes": self.store.canary_bytes,
             "device_rows": self.num_rows,
-            "device_cache_bytes": self.store.cache.num_bytes,
+            "device_cache_bytes": self.store.cache.num_bytes - self.store.cache.resident_bytes,
+            "resident_tokens": self.num_resident * self.page_size,
+            "resident_bytes": self.store.cache.resident_bytes + self.store.frames.num_bytes,
             "staging_tokens": self.store.staging.tokens,
             "staging_bytes": self.store.staging.num_bytes,
             "dense_bytes": sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)),
@@ -152,6 +159,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"selected {config.pages.selected * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
             f"{threshold}, {config.digest} digests, {config.pooling} pooling; host pool {gib['host_bytes']} for {self.size} tokens; "
             f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
+            f"resident pages {gib['resident_bytes']} for {facts['resident_tokens']} tokens; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
             + (f"; canary {config.canary}" if config.canary != "off" else "")

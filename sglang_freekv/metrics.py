@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PREFIX = "sglang:freekv_"
-POOLS = ("host", "digests", "device_cache", "dense_layers", "staging")
+POOLS = ("host", "digests", "device_cache", "resident", "dense_layers", "staging")
 
 
 class Metric(NamedTuple):
@@ -62,6 +62,10 @@ METRICS = (
     Metric("sglang:freekv_host_pages_total", "gauge", "pages", "Host pages in all."),
     Metric("sglang:freekv_rows_used", "gauge", "rows", "Rows taken. A row is a running request's place on the device."),
     Metric("sglang:freekv_rows_total", "gauge", "rows", "Rows in all."),
+    Metric("sglang:freekv_frames_used", "gauge", "frames", "Frames taken. A frame is device memory for a resident page, which needs no recall."),
+    Metric("sglang:freekv_frames_total", "gauge", "frames", "Frames in all."),
+    Metric("sglang:freekv_resident_pages", "gauge", "pages", "Pages of running requests that were resident, in the last pass that was counted."),
+    Metric("sglang:freekv_absent_pages", "gauge", "pages", "Pages of the batch that were not resident, in that pass. They may need recall."),
     Metric("sglang:freekv_pool_bytes", "gauge", "bytes", f"Bytes of each pool of this rank: {', '.join(POOLS)}.", ("pool",)),
 )  # fmt: skip
 

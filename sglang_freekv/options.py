@@ -101,6 +101,13 @@ FLAGS = {
         "its digests and dense layers, so a larger pool leaves fewer rows. Name it for each of several servers on one machine, because "
         "they start from the same free memory.",
     ),
+    "freekv_resident_memory": Flag(
+        "resident_memory_gib",
+        GIBIBYTES,
+        "Device memory of one rank for resident pages in GiB. A page that decoding begins is resident until another page needs the room, "
+        "and needs no recall. Pages of prompts are recalled. Default: what weights, rows, digests and dense layers leave of "
+        "--mem-fraction-static, and on a CPU of a share of the available memory. 0 makes no page resident.",
+    ),
     "freekv_recall": Flag(
         "recall",
         one_of(*RECALLS),

@@ -7,37 +7,39 @@ from collections.abc import Iterator
 
 import torch
 
-from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.extend_plan import ExtendPlanner
+from sglang_freekv.residency import Residency
 from sglang_freekv.retrieval import Retrieval
 
 
-def compile_all(retrieval: Retrieval, requests: int, pages: int, req_to_token: torch.Tensor) -> None:
+def compile_all(retrieval: Retrieval, residency: Residency, requests: int, pages: int) -> None:
     """Compile, in parallel, the kernels of all that a server does. Arguments are as of ``rehearse``."""
     from sglang_freekv.kernels.compilation import compile_in_parallel  # Triton needs a GPU
 
-    compile_in_parallel(lambda: rehearse(retrieval, requests, pages, req_to_token))
+    compile_in_parallel(lambda: rehearse(retrieval, residency, requests, pages))
 
 
-def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torch.Tensor) -> None:
-    """A page table, one extend, and decode steps of batches of many sizes, all of padding in the first layer.
+def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: int) -> None:
+    """Each way to begin a pass, one extend, and decode steps of batches of many sizes, all of padding in the first layer.
 
     Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
 
     Args:
         requests: B of the largest batch.
         pages: P of every page table.
-        req_to_token: ``[R, context]`` the scheduler's table.
     """
     previous = retrieval.cache.layers[0].previous_queries
     (_, query_heads, dim), heads = previous.shape, retrieval.cache.num_kv_heads
-    scale, device = dim**-0.5, req_to_token.device
+    scale, device = dim**-0.5, residency.req_to_token.device
     padding = torch.zeros(requests, dtype=torch.int64, device=device)  # SGLang's types of rows and lengths
     page_table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
     page = retrieval.config.page_size
-    kernels.snapshot_pages(req_to_token, padding, padding, page_table, page)
     frames = torch.full_like(page_table, -1)
+    begun = padding, padding, page_table, frames
+    residency.begin_decode(*begun, 0)
+    residency.begin_staged(*begun, padding.int(), [])
+    residency.begin_in_place(*begun, [])
 
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=device)
@@ -49,7 +51,7 @@ def rehearse(retrieval: Retrieval, requests: int, pages: int, req_to_token: torc
         retrieval.decode(0, *tokens(size), batch, scale)
         retrieval.end_step(batch.rows)
     planner = ExtendPlanner(retrieval.streams.transfers, page)
-    plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], req_to_token)
+    plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], residency.req_to_token)
     retrieval.prepare_extend(plan)
     retrieval.extend(0, *tokens(page), plan.batch, scale)
     retrieval.complete_all_transfers()

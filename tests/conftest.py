@@ -73,8 +73,9 @@ def serve(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fleet(serve):
-    """Stock SGLang, FreeKV with a budget above every context, and FreeKV with a budget of 512 tokens."""
+    """Stock SGLang, FreeKV with a budget above every context and room for all pages, and FreeKV with a budget of 512 tokens."""
     observed = {"--enable-metrics": True, "--enable-cache-report": True, "--tool-call-parser": "llama3"}
-    flags = (STOCK, freekv(6400, sink=512, window=512), freekv(512) | observed)
+    covering = freekv(6400, sink=512, window=512) | {"--freekv-resident-memory": None}
+    flags = (STOCK, covering, freekv(512) | observed)
     with serve(*(each | {"--max-total-tokens": 131072} for each in flags)) as (stock, covering, small):
         yield SimpleNamespace(stock=stock, covering=covering, small=small)

@@ -19,6 +19,7 @@ from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
+from sglang_freekv.residency import Residency
 from sglang_freekv.retrieval import Retrieval
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 3, 16
@@ -99,9 +100,15 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
 
 
 class Engine:
-    """A retrieval engine and the requests it serves."""
+    """A retrieval engine and the requests it serves.
 
-    def __init__(self, config: FreeKVConfig, prompts: list[int], steps: int, stream, seed: int = 0, device: str = "cpu") -> None:
+    Args:
+        resident: frames for resident pages.
+    """
+
+    def __init__(
+        self, config: FreeKVConfig, prompts: list[int], steps: int, stream, seed: int = 0, device: str = "cpu", *, resident: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         policy = POLICIES[config.method](config)
         digest = policy.digests.shape(DIM, 4)
@@ -109,13 +116,14 @@ class Engine:
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
         streams = Streams(stream(), stream(), stream())
-        store = Store.build(config, shape, 400 * config.page_size, 8, 500, device, streams.transfers)
+        store = Store.build(config, shape, 400 * config.page_size, 8, 500, device, streams.transfers, num_resident=resident)
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
         self.retrieval = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
         self.planner = ExtendPlanner(streams.transfers, config.page_size)
         self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
+        self.residency = Residency(store.frames, self.req_to_token)
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 
@@ -136,9 +144,7 @@ class Engine:
     def extend(self, requests: list[Request], upto: list[int]) -> list[torch.Tensor]:
         rows, table = self._tensors(requests)
         spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
-        size = self.config.page_size
-        self.req_to_token[rows, : table.shape[1] * size : size] = table * size
-        frames = torch.full_like(table, -1, dtype=torch.int32)
+        frames = self._begin(rows, table, [b for _, _, b in spans], [a for _, a, _ in spans])
         plan = self.planner.plan(rows, table, frames, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.req_to_token)
         self.retrieval.prepare_extend(plan)
         outputs = [
@@ -156,9 +162,20 @@ class Engine:
         self.planner.note_step()
         for request in requests:
             request.tokens += 1
-        frames = torch.full_like(table, -1, dtype=torch.int32)
-        batch = DecodeBatch(rows, self.to_device(torch.tensor([request.tokens for request in requests])), table, frames)
+        tokens = [request.tokens for request in requests]
+        batch = DecodeBatch(rows, self.to_device(torch.tensor(tokens)), table, self._begin(rows, table, tokens))
         return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
+
+    def _begin(self, rows: torch.Tensor, table: torch.Tensor, tokens: list[int], prefixes: list[int] | None = None) -> torch.Tensor:
+        """What SGLang's backend does when a pass begins: returns the frames of its pages."""
+        self.req_to_token[rows, : table.shape[1] * self.config.page_size : self.config.page_size] = table * self.config.page_size
+        frames = torch.empty_like(table, dtype=torch.int32)
+        where = rows, self.to_device(torch.tensor(tokens)), torch.empty_like(frames), frames
+        if prefixes is None:
+            self.residency.begin_decode(*where, sum(n % self.config.page_size == 0 for n in tokens))
+        else:
+            self.residency.begin_staged(*where, self.to_device(torch.tensor(prefixes)), tokens)
+        return frames
 
     def prepare_replay(self, fills_page: bool) -> None:
         """What SGLang's backend does before a decode graph."""

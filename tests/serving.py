@@ -30,6 +30,7 @@ DEFAULTS = {
     "--sleep-on-idle": True,
 }
 STOCK = {"--attention-backend": "torch_native"}
+RECALLING = {"--freekv-resident-memory": 0}  # a small server on a CPU has room for every page, and would not recall
 
 
 def freekv(budget: int, **others) -> dict:
@@ -41,7 +42,7 @@ class TestServer(Server):
     """A server on a free port.
 
     Args:
-        flags: its command line, ``{"--name": value}``; True is a flag without a value.
+        flags: its command line, ``{"--name": value}``; True is a flag without a value, None leaves a default out.
         log: file for its output.
         env: environment variables to set for it.
     """
@@ -51,7 +52,9 @@ class TestServer(Server):
     def __init__(self, flags: dict, log: Path, env: dict[str, str] | None = None) -> None:
         if "--kv-retrieval" not in flags:
             env = cpu_environment() | (env or {})
-        words = [word for name, value in (DEFAULTS | flags).items() for word in ([name] if value is True else [name, str(value)])]
+        flags = DEFAULTS | (RECALLING if flags.get("--kv-retrieval", "none") != "none" else {}) | flags
+        given = {name: value for name, value in flags.items() if value is not None}
+        words = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
         self.port = free_port()
         with mock.patch.dict(os.environ, env or {}):
             super().__init__(words, self.port, log, log.parent)

@@ -80,16 +80,17 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
         check(model_of(attention(0, **changes), *map(attention, range(1, 4))))
 
 
-@pytest.mark.parametrize("device, compiled", [("cuda", [("engine", 5, 16, "table")]), ("cpu", [])])
+@pytest.mark.parametrize("device, compiled", [("cuda", [("engine", "table", 5, 16)]), ("cpu", [])])
 def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled):
     pool = object.__new__(FreeKVPool)
     pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None}
+    pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32))
     runner = SimpleNamespace(
         device=device, token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
         model_config=SimpleNamespace(context_len=320), model=model_of(*map(attention, range(4))),
     )  # fmt: skip
     asked: list[tuple] = []
-    monkeypatch.setattr(backend, "compile_all", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(backend, "compile_all", lambda engine, residency, *sizes: asked.append((engine, residency.req_to_token, *sizes)))
     monkeypatch.setitem(backend.ATTENTION_BACKENDS, "torch_native" if device == "cpu" else "flashinfer", lambda runner: None)
-    FreeKVAttnBackend(runner)
-    assert asked == compiled
+    made = FreeKVAttnBackend(runner)
+    assert asked == compiled and pool.residency is made.residency

@@ -164,6 +164,11 @@ def test_capacity_by_hand(make_machine, ask):
     row = Sizing(
         FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072
     ).row_bytes
+    tokens, page = 70 * GIB // (31 * 4096), 31 * 32 * 4096 + 24
+    resident = answer.tiers["resident pages, in what is left"]["has"]
+    assert resident == pytest.approx(left - staging - tokens * (4096 + 31 * 128) - 5 * row, abs=2 * page) and resident % page == 0
+    fewer = ask(make_machine(FakeGpu(), available=100), "--model-path", LLAMA, "--context-length", 131072, "--freekv-resident-memory", 3)
+    assert fewer.tiers["resident pages, in what is left"]["has"] == 3 * GIB // page * page
     roomy = ask(None, "--model-path", LLAMA, "--context-length", 131072, "--gpu", 80, "--host-memory", "4TiB")
     assert roomy.report["requests"] == (left - staging - row) // (request + row) == 42
 

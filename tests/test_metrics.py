@@ -10,7 +10,7 @@ from sglang_freekv.metrics import METRICS, POOLS, PREFIX, Exporter
 NAMES = """
     decode_steps_total correction_decisions_total corrections_total selected_units_total recalled_units_total recalled_bytes_total
     recall_seconds_total recall_wait_seconds_total sampled_steps_total canary_faults_total
-    host_pages_used host_pages_total rows_used rows_total pool_bytes
+    host_pages_used host_pages_total rows_used rows_total frames_used frames_total resident_pages absent_pages pool_bytes
 """
 
 

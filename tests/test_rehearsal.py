@@ -24,18 +24,21 @@ from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.readback import Readback
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.rehearsal import compile_all
+from sglang_freekv.residency import Residency
 from sglang_freekv.retrieval import Retrieval
 
 driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
 follow.can_follow = score.can_follow = lambda device: True
 torch.Tensor.is_cuda = property(lambda tensor: True)
+Readback.begin = lambda counts: None
 
-def kernels_of(context, batch, rows, pages, settings):
+def kernels_of(context, batch, rows, pages, resident, settings):
     found = set()
 
     def note(*, key, fn, **rest):
@@ -45,13 +48,14 @@ def kernels_of(context, batch, rows, pages, settings):
     config = FreeKVConfig(**settings)
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
     shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
-    store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers)
+    store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_resident=resident)
+    residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32))
     recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
     engine = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
     knobs.runtime.jit_cache_hook = note
     try:
         with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
-            compile_all(engine, batch, -(-context // size // 16) * 16, torch.zeros(rows + 1, context + 4, dtype=torch.int32))
+            compile_all(engine, residency, batch, -(-context // size // 16) * 16)
     finally:
         knobs.runtime.jit_cache_hook = None
     return found
@@ -60,9 +64,10 @@ first, other = (kernels_of(**sizes) for sizes in json.loads(sys.argv[1]))
 print(json.dumps([sorted(name for name, _ in first), sorted(name for name, _ in other - first)]))
 """
 
-FIRST = {"context": 131_072, "batch": 32, "rows": 32, "pages": 64}
-OTHER = {"context": 40_000, "batch": 24, "rows": 25, "pages": 81}
-STEP = {"_snapshot_kernel", "_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
+FIRST = {"context": 131_072, "batch": 32, "rows": 32, "pages": 64, "resident": 40}
+OTHER = {"context": 40_000, "batch": 24, "rows": 25, "pages": 81, "resident": 0}
+BEGIN = {"_note_kernel", "_mark_kernel", "_begin_kernel", "_forget_kernel", "_hold_kernel", "_snapshot_kernel"}
+STEP = {"_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
 EXTEND = {"_stage_kernel", "_offload_kernel", "_digest_kernel", "_fill_kernel"}
 SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in registers, and know how many to select
 
@@ -70,11 +75,11 @@ SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in
 @pytest.mark.parametrize(
     "settings, others, unlike, most",
     [
-        ({}, {}, set(), 23),
+        ({}, {}, set(), 28),
         ({"canary": "full", "recall_timing": 100}, {"canary": "full", "recall_timing": 48},
-         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 29),
-        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 23),
-        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 21),
+         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 34),
+        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 28),
+        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 26),
     ],
     ids=["sizes", "canary and timing", "budget", "copy engine"],
 )  # fmt: skip
@@ -84,5 +89,5 @@ def test_a_start_of_other_sizes_compiles_only_what_selects_anew(settings, others
     done = subprocess.run([sys.executable, "-P", "-c", REHEARSE, sizes], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     first, new = json.loads(done.stdout.splitlines()[-1])
-    assert set(first) == (STEP | EXTEND | set(SELECTING)) ^ unlike and len(first) <= most
+    assert set(first) == (BEGIN | STEP | EXTEND | set(SELECTING)) ^ unlike and len(first) <= most
     assert new == SELECTING

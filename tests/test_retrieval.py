@@ -53,10 +53,11 @@ def late_appends():
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream, late_appends], ids=["at once", "late", "appends late"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("resident", [0, 20, 400], ids=["none resident", "some resident", "all resident"])
 @pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["ahead before attention", "ahead behind attention"])
-def test_decode_follows_the_paper(prompts, config, stream):
+def test_decode_follows_the_paper(prompts, resident, config, stream):
     assert plans_ahead_first(len(prompts)) == (len(prompts) == 3)
-    engine = Engine(config, prompts=prompts, steps=17, stream=stream)
+    engine = Engine(config, prompts=prompts, steps=17, stream=stream, resident=resident)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
     corrected = [0] * len(engine.requests)
     for _ in range(17):

@@ -35,6 +35,16 @@ def test_any_traffic_is_served_as_the_paper_says(name, stream, record_property):
     assert machine.saw["recalled units"] or machine.config.device_cache_tokens, "slack may do without recall, nothing else"
 
 
+@pytest.mark.parametrize("stream", [InlineStream, DeferredStream])
+@pytest.mark.parametrize("resident", [8, 40, 120])
+@pytest.mark.parametrize("name", ["tight", "slack", "no-sink", "one-token-pages", "canary", "louiskv"])
+def test_any_traffic_is_served_whatever_is_resident(name, resident, stream, record_property):
+    machine = traffic(f"{name} {resident} {stream.__name__}", config=CONFIGS[name], stream=stream, resident=resident)
+    run_state_machine_as_test(machine, settings=TRAFFIC)
+    record_property("ran", {**machine.ran, **machine.saw})
+    assert machine.ran.total() >= LEAST_RULES and machine.saw["prefix pages"] and machine.saw["decoded tokens"]
+
+
 def _never_waiting(machine: Traffic) -> None:
     machine.retrieval.complete_transfers = lambda layer: None
 
@@ -73,5 +83,67 @@ def _recalling_with_an_old_page_table(machine: Traffic) -> None:
 def test_a_broken_engine_is_found(sabotage):
     """The negative control of the machine."""
     machine = traffic(sabotage.__name__, stream=DeferredStream, sabotage=sabotage)
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_state_machine_as_test(machine, settings=settings(TRAFFIC, max_examples=40, phases=[Phase.generate]))
+
+
+def _reading_the_frames_of_the_pass_before(machine: Traffic) -> None:
+    frames = machine.retrieval.store.frames
+    begin, snapshot, before = frames._begin, frames.snapshot, []
+
+    def note(*arguments) -> None:
+        before[:] = [frames.tables.frame_of.clone()]
+        begin(*arguments)
+
+    def stale(*where: torch.Tensor) -> None:
+        snapshot(*where)
+        now = frames.tables.frame_of.clone()
+        frames.tables.frame_of.copy_(before[0])
+        snapshot(*where)
+        frames.tables.frame_of.copy_(now)
+
+    frames._begin, frames.snapshot = note, stale
+
+
+def _keeping_a_frame_that_the_plan_does_not_know(machine: Traffic) -> None:
+    frames, tables, size = machine.retrieval.store.frames, machine.retrieval.store.frames.tables, machine.size
+    begin_decode = frames.begin_decode
+
+    def begin(req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, **need) -> None:
+        begins = (rows > 0) & (seq_lens % size == 1 % size) & (tables.in_hand[rows] < 0)
+        pages = req_to_token[rows[begins], seq_lens[begins] - 1] // size
+        held = tables.frame_of[pages]
+        tables.frame_of[pages] = -1
+        begin_decode(req_to_token, rows, seq_lens, **need)
+        tables.frame_of[pages] = held
+
+    frames.begin_decode = begin
+
+
+def _staging_beside_frames_of_an_earlier_owner(machine: Traffic) -> None:
+    frames = machine.retrieval.store.frames
+    begin = frames.begin_extend_by_staging
+    frames.begin_extend_by_staging = lambda table, rows, seq_lens, prefixes, **need: begin(table, rows, seq_lens, seq_lens + 64, **need)
+
+
+def _giving_up_pages_of_running_rows(machine: Traffic) -> None:
+    frames = machine.retrieval.store.frames
+    reclaim = frames.reclaim
+
+    def take(need: int) -> None:
+        frames.now += 1
+        reclaim(need)
+        frames.now -= 1
+
+    frames.reclaim = take
+
+
+@pytest.mark.parametrize("resident", [12])
+@pytest.mark.parametrize("sabotage", [
+    _reading_the_frames_of_the_pass_before, _keeping_a_frame_that_the_plan_does_not_know, _staging_beside_frames_of_an_earlier_owner,
+    _giving_up_pages_of_running_rows,
+])  # fmt: skip
+def test_a_broken_residency_is_found(sabotage, resident):
+    machine = traffic(sabotage.__name__, resident=resident, sabotage=sabotage)
     with pytest.raises((AssertionError, RuntimeError)):
         run_state_machine_as_test(machine, settings=settings(TRAFFIC, max_examples=40, phases=[Phase.generate]))

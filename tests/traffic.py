@@ -47,12 +47,12 @@ class Traffic(RuleBasedStateMachine):
     The model of a request is its text, known in full, and ``expected_step``.
     """
 
-    config, stream, ran, saw = CONFIGS["tight"], InlineStream, Counter(), Counter()
+    config, stream, resident, ran, saw = CONFIGS["tight"], InlineStream, 0, Counter(), Counter()
 
     def __init__(self) -> None:
         super().__init__()
         self.size = self.config.page_size
-        self.engine = Server(self.config, [], 0, self.stream)
+        self.engine = Server(self.config, [], 0, self.stream, resident=self.resident)
         self.retrieval = self.engine.retrieval
         self.sabotage()
         self.free_pages = self.engine.free_pages[: POOL_TOKENS // self.size].tolist()
@@ -101,6 +101,7 @@ class Traffic(RuleBasedStateMachine):
         request.pages = pages[: (request.prompt - 1) // self.size]
         request.tokens = len(request.pages) * self.size
         request.row = self.free_rows.pop()
+        self.engine.residency.note_rows(set(range(1, ROWS + 1)) - set(self.free_rows))
         request.speculative = {}
         self.running.append(request)
         self.saw["prefix pages"] += len(request.pages)
@@ -184,6 +185,7 @@ class Traffic(RuleBasedStateMachine):
         self.ran["stop"] += 1
         request = self.running.pop(index % len(self.running))
         self.free_rows.append(request.row)
+        self.engine.residency.note_rows(set(range(1, ROWS + 1)) - set(self.free_rows))
         self.count_recalls(request)
         self.corrected.pop(request.row, None)
         full_pages = request.pages[: request.tokens // self.size]
@@ -268,17 +270,23 @@ class Traffic(RuleBasedStateMachine):
         for head in range(HEADS):
             table = cache.slot_pages[request.row, head].long()
             slots = (table >= 0).nonzero().squeeze(1)
-            tokens = table[slots, None] * self.size + torch.arange(self.size)
-            written = tokens < request.tokens
-            for resident, truth in ((cache.keys, request.k), (cache.values, request.v)):
-                found = resident[request.row * len(table) + slots, :, head]
-                assert torch.equal(found[written], truth[layer, tokens[written], head])
+            self.check_pages(request, layer, head, table[slots], cache.row_frames[request.row, slots].long())
+            pages = torch.tensor(request.pages)
+            frames = self.retrieval.store.frames.tables.frame_of[pages].long()
+            self.check_pages(request, layer, head, (frames >= 0).nonzero().squeeze(1), frames[frames >= 0])
             chosen = request.speculative.get((layer, head))
             if chosen is None:
                 chosen = choose(self.config, request, layer, head, request.tokens - 1, request.tokens + 1)
-            listed = cache.attended[request.row, head].long()
+            attended = cache.tables.pages(torch.tensor([request.row]))[0, head]
             fixed = {page for page in range(num_pages) if page < budget.sink or page >= num_pages - budget.window}
-            assert set(table[listed[listed >= 0]].tolist()) == fixed | chosen
+            assert set(attended[attended >= 0].tolist()) == fixed | chosen
+
+    def check_pages(self, request: Request, layer: int, head: int, pages: torch.Tensor, frames: torch.Tensor) -> None:
+        """The ``frames`` hold the keys and values of ``pages`` bit for bit, as far as they are written."""
+        cache, tokens = self.retrieval.cache.layers[layer], pages[:, None] * self.size + torch.arange(self.size)
+        written = tokens < request.tokens
+        for held, truth in ((cache.keys, request.k), (cache.values, request.v)):
+            assert torch.equal(held[frames, :, head][written], truth[layer, tokens[written], head])
 
     def spoil(self) -> None:
         """NaN wherever nobody may look: pages and rows that are free, and the row of padding."""
@@ -286,8 +294,10 @@ class Traffic(RuleBasedStateMachine):
         for layer, cache in enumerate(self.retrieval.cache.layers):
             self.retrieval.host.layers[layer][free] = self.retrieval.digests.layers[layer][free] = torch.nan
             cache.previous_queries[rows] = torch.nan
-            for slots in (cache.keys, cache.values):
-                slots.unflatten(0, (self.retrieval.cache.num_rows, -1))[rows] = torch.nan
+            frames = self.retrieval.store.frames.tables
+            idle = torch.cat((cache.row_frames[rows].flatten(), frames.free[: frames.free_count], frames.frame_of[free]))
+            for held in (cache.keys, cache.values):
+                held[idle[idle >= 0].long()] = torch.nan
 
 
 def causal(request: Request, layer: int, start: int, end: int) -> torch.Tensor:

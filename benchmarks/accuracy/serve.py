@@ -65,7 +65,12 @@ def flags_of(flags: dict, budget: Budget, options) -> dict:
         return all_flags | ({"--attention-backend": "torch_native"} if on_cpu else {"--attention-backend": "flashinfer"})
     dense = ",".join(map(str, range(options.dense_layers))) or "none"
     edges = {"--freekv-budget": budget.total, "--freekv-sink": budget.sink, "--freekv-window": budget.window, "--page-size": budget.page}
-    return all_flags | edges | flags | {"--freekv-dense-layers": dense, "--freekv-host-memory": options.host_memory}
+    return (
+        all_flags
+        | edges
+        | flags
+        | {"--freekv-dense-layers": dense, "--freekv-host-memory": options.host_memory, "--freekv-resident-memory": 0}
+    )
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from serving import NEEDLE_MODEL
 
 REQUESTS, CONTEXT = 3, 4096
@@ -9,10 +11,11 @@ REQUESTS, CONTEXT = 3, 4096
 
 def test_the_command_builds_what_was_planned(ask, serve):
     asked = ("--requests", REQUESTS, "--context-length", CONTEXT, "--freekv-budget", 512, "--freekv-canary", "full", "--page-size", 16)
+    asked += "--max-total-tokens", REQUESTS * CONTEXT
     plan = ask(None, "--model-path", NEEDLE_MODEL, "--device", "cpu", "--dtype", "float32", "--host-memory", 3, *asked)
     assert plan.code == 0
     words = plan.report["command"][3:]
-    with serve(dict(zip(words[::2], words[1::2])) | {"--max-total-tokens": REQUESTS * CONTEXT}) as (server,):
+    with serve(dict(zip(words[::2], words[1::2])) | {"--freekv-resident-memory": None}) as (server,):
         info = server.get("/server_info")
     built, tokens = info["freekv"], REQUESTS * CONTEXT + 16  # and SGLang's padding page
     tiers = {name: (tier["per_token"], tier["all_requests"]) for name, tier in plan.tiers.items()}
@@ -21,6 +24,9 @@ def test_the_command_builds_what_was_planned(ask, serve):
     assert built["digest_bytes"] + built["canary_bytes"] == tokens * tiers["digests"][0]
     assert built["dense_bytes"] == tokens * tiers["dense layers"][0]
     assert built["staging_bytes"] == tiers["staging of prefixes"][1]
+    resident = plan.tiers["resident pages, in what is left"]
+    assert (resident["per_token"], built["resident_tokens"]) == (tiers["host pool"][0], REQUESTS * CONTEXT)
+    assert built["resident_bytes"] == pytest.approx(resident["has"], rel=0.01)  # frames that are lent are in the tables besides
     row = plan.tiers["device cache"]["per_request"]
     assert built["device_cache_bytes"] < (REQUESTS + 1) * row < 1.05 * built["device_cache_bytes"]  # scores and lists of misses besides
     assert tiers["host pool"][1] == REQUESTS * CONTEXT * tiers["host pool"][0]

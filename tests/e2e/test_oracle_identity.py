@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.needle import tasks
 from oracle import Oracle, OracleSettings
-from serving import KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
+from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
+from sglang_freekv.config import GIB
 
 pytestmark = pytest.mark.both_releases
 
@@ -18,6 +19,10 @@ SETTINGS = {
     "never-corrected-small-pages": OracleSettings(budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max"),
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=()),
 }
+RESIDENT = {  # pages in device memory; all settings without a number have none
+    "never-corrected-small-pages": None,  # as many as the host pool has
+    "least-window-no-dense-layer": 12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +32,16 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def servers(serve) -> dict[str, TestServer]:
-    with serve(*map(flags_of, SETTINGS.values())) as servers:
+    with serve(*(flags_of(settings, RESIDENT.get(name, 0)) for name, settings in SETTINGS.items())) as servers:
         yield dict(zip(SETTINGS, servers))
 
 
-def flags_of(settings: OracleSettings) -> dict:
+def flags_of(settings: OracleSettings, resident: int | None) -> dict:
     dense = ",".join(map(str, settings.dense_layers)) or "none"
     edges = {"sink": settings.sink, "window": settings.window}
     flags = freekv(settings.budget, **edges, tau=settings.tau, dense_layers=dense, digest=settings.digest)
+    page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * HEAD_DIM * 4
+    flags["--freekv-resident-memory"] = resident and (resident + 0.5) * page_bytes / GIB
     return flags | {"--page-size": settings.page, "--chunked-prefill-size": 512}
 
 
@@ -73,8 +80,11 @@ def test_the_default_way(fleet, oracle):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_other_settings(servers, oracle, name):
-    settings = SETTINGS[name]
+    settings, built = SETTINGS[name], servers[name].get("/server_info")["freekv"]
+    resident = RESIDENT.get(name, 0)
+    assert built["resident_tokens"] == (built["host_tokens"] if resident is None else resident * settings.page)
     corrected = check(servers[name], oracle, settings, prompts_of(seed=len(name)))
+    assert (servers[name].state()["frames_used"] > 0) == (resident != 0)
     every_head = KV_HEADS * (LAYERS - len(settings.dense_layers)) * (NEW_TOKENS - 1)
     if settings.tau > 1:  # non-speculative retrieval
         assert corrected == [every_head] * len(corrected)

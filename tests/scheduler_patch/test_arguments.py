@@ -148,7 +148,7 @@ def test_defaults(outcomes):
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
         "digest": "cuboid-mean", "pooling": "softmax-mean",
-        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "device_cache_tokens": None, "recall": "zero-copy",
+        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "recall": "zero-copy",
         "host_layout": "hnd", "canary": "off", "recall_timing": 0,
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}

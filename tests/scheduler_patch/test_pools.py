@@ -23,26 +23,36 @@ def resolve(monkeypatch):
     monkeypatch.setattr(pools, "_agree", lambda value: value)
     monkeypatch.setattr(pools, "_kv_shape", lambda configurator: SHAPE)
 
-    def resolve(host=100.0, device=20.0, context=131072, kv_cache_dtype=torch.bfloat16):
+    def resolve(host=100.0, device=20.0, context=131072, kv_cache_dtype=torch.bfloat16, rows=None, resident=None):
         args = SimpleNamespace(
-            _freekv=replace(FreeKVConfig(), host_memory_gib=host), max_running_requests=None, mem_fraction_static=0.9, kv_cache_dtype="auto"
-        )
+            _freekv=replace(FreeKVConfig(), host_memory_gib=host, resident_memory_gib=resident), max_running_requests=rows,
+            mem_fraction_static=0.9, kv_cache_dtype="auto",
+        )  # fmt: skip
         monkeypatch.setattr(pools, "_budgets", lambda *others: (int(host * GIB), int(device * GIB)))
         configurator = SimpleNamespace(
             server_args=args,
             kv_cache_dtype=kv_cache_dtype,
             model_config=SimpleNamespace(dtype=torch.bfloat16, context_len=context),
             _apply_token_constraints=lambda tokens: tokens,
-            resolve_max_num_reqs=lambda tokens: 4096,
+            resolve_max_num_reqs=lambda tokens: rows or 4096,
         )
-        return pools.resolve_memory_pool_config(None, configurator, 0)
+        return pools.resolve_memory_pool_config(None, configurator, 0), configurator.model_config.freekv_resident
 
     return resolve
 
 
 def test_tokens_come_from_the_host_and_rows_from_the_device(resolve):
-    sizes = resolve()
+    sizes, _ = resolve()
     assert 0 < sizes.max_total_num_tokens <= 100 * GIB // (31 * 4096) and 10 < sizes.max_running_requests < 100
+
+
+@pytest.mark.parametrize("rows, asked, host, expected", [
+    (8, None, 100.0, (10, 10.5)),  # 20 GiB less 1 of staging, 6.5 of digests and the dense layer, 2.2 of rows
+    (8, 3, 100.0, (2.95, 3)), (8, 0, 100.0, (0, 0)), (8, None, 1.0, (0.95, 1)), (None, None, 100.0, (0, 0.26)),
+])  # fmt: skip
+def test_what_tokens_and_rows_leave_is_for_resident_pages(resolve, rows, asked, host, expected):
+    sizes, resident = resolve(rows=rows, resident=asked, host=host)
+    assert expected[0] <= resident * 32 * 31 * 4096 / GIB <= expected[1]
 
 
 def test_a_quantised_checkpoint_is_refused_whatever_told_so(resolve):

@@ -13,7 +13,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_freekv import releases
 from sglang_freekv.backend import FreeKVAttnBackend
 from sglang_freekv.extend_plan import ExtendPlanner
+from sglang_freekv.memory_pool.frames import Frames
 from sglang_freekv.memory_pool.transfer import InlineStream
+from sglang_freekv.residency import Residency
 from sglang_freekv.scheduler_patch import prefill
 from sglang_freekv.scheduler_patch.prefill import _context_end
 
@@ -74,13 +76,30 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
     assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
 
 
+def scheduler_of(planner) -> tuple[SimpleNamespace, Frames]:
+    """A scheduler with five rows, of which none is free, and its frames."""
+    frames = Frames(8, 9, 6, 6, PAGE, "cpu")
+    pool = SimpleNamespace(planner=planner, residency=Residency(frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)))
+    allocator, rows = SimpleNamespace(get_kvcache=lambda: pool), SimpleNamespace(size=5, free_slots=[])
+    return SimpleNamespace(token_to_kv_pool_allocator=allocator, req_to_token_pool=rows), frames
+
+
 @pytest.mark.parametrize("extends", [True, False])
 def test_the_scheduler_s_tables_are_marked_for_the_pass_that_reads_prefixes(extends):
     planner = ExtendPlanner(SimpleNamespace(mark=lambda: "here"), PAGE)
-    allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(planner=planner))
+    scheduler, _ = scheduler_of(planner)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: extends), req_pool_indices="rows")
-    prefill.mark_tables(SimpleNamespace(token_to_kv_pool_allocator=allocator), batch)
+    prefill.mark_tables(scheduler, batch)
     assert planner.tables == (("here", "rows") if extends else None)
+
+
+def test_rows_that_have_become_free_have_ended_by_the_next_batch():
+    scheduler, frames = scheduler_of(planner=None)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False))
+    for free, expected in (([4, 5], []), ([5], []), ([2, 4, 5], [2, 4]), ([3, 4, 5], [3])):
+        scheduler.req_to_token_pool.free_slots = free
+        prefill.mark_tables(scheduler, batch)
+        assert frames._take_ended().tolist() == expected
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
@@ -95,13 +114,16 @@ def test_prefixes_are_looked_up_in_the_rows_of_the_scheduler(scheduled):
 
     backend = object.__new__(FreeKVAttnBackend)
     backend.token_to_kv_pool = SimpleNamespace(page_size=PAGE)
-    backend.req_to_token_pool = SimpleNamespace(req_to_token=torch.arange(6)[:, None] * 1000 * PAGE + torch.arange(8 * PAGE))
+    tables = torch.arange(6)[:, None] * 1000 * PAGE + torch.arange(8 * PAGE)
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=tables)
+    backend.residency = Residency(Frames(9, 6000, 6, 6, PAGE, "cpu"), tables)
     backend.retrieval, backend.planner = SimpleNamespace(prepare_extend=prepare_extend), ExtendPlanner(InlineStream(), PAGE)
     if scheduled:
         backend.planner.note_tables(rows)
     forward_batch = SimpleNamespace(
         req_pool_indices=rows.clone(), seq_lens=torch.tensor([3 * PAGE, 2 * PAGE]), seq_lens_cpu=torch.tensor([3 * PAGE, 2 * PAGE]),
         extend_prefix_lens_cpu=[2 * PAGE, PAGE], extend_seq_lens_cpu=[PAGE, PAGE], forward_mode=ForwardMode.EXTEND,
+        extend_prefix_lens=torch.tensor([2 * PAGE, PAGE]),
     )  # fmt: skip
     backend._prepare(forward_batch)
     assert looked_up == [[3000, 3001, 5000]]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residency, the host's side: how a pass begins, and whether the contexts of an extend have room in frames.
+
+The tables of frames are on the device, because SGLang's page numbers are. The host knows lengths, and the counts of a pass or two ago.
+From these it bounds the room from below, so it never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from sglang_freekv.memory_pool.frames import FrameCounts, Frames
+
+
+class Residency:
+    """Begins passes. One object serves all layers; call it on the main stream, behind all that the last pass left in flight.
+
+    Args:
+        frames: the tables.
+        req_to_token: ``[R, T]`` SGLang's table: the KV index of each token of each row.
+    """
+
+    def __init__(self, frames: Frames, req_to_token: torch.Tensor) -> None:
+        self.frames, self.req_to_token, self.page_size = frames, req_to_token, frames.page_size
+        self.taken = deque([0])  # frames that each pass takes at most, from the one on whose counts have arrived
+        self.counted = 0  # number of that pass
+        self.used: set[int] = set()  # rows that had a request when the last batch was launched
+
+    @property
+    def room(self) -> int:
+        """Frames that a pass can take, at least: those that hold no page of a running row and are in no row's hand."""
+        in_use, hands = self._counts().in_use, len(self.frames.tables.in_hand)  # one of each row, at most
+        return self.frames.num_resident - in_use - hands - sum(self.taken)
+
+    def has_room(self, key_lens: list[int]) -> bool:
+        """Whether contexts of so many tokens find frames, whatever pages they share."""
+        return self._pages(key_lens) <= self.room
+
+    def state(self) -> dict[str, int]:
+        """Frames in use and in all. And pages of the last pass whose counts have arrived: resident ones of running requests, and those
+        that its batch lacked."""
+        counts, total = self._counts(), self.frames.num_resident
+        used = total - counts.left if self.counted else 0
+        return {"frames_used": used, "frames_total": total, "resident_pages": counts.in_use, "absent_pages": counts.absent}
+
+    def note_rows(self, used: set[int]) -> None:
+        """A batch is about to be launched while requests have the rows ``used``."""
+        self.frames.rows_ended(sorted(self.used - used))
+        self.used = used
+
+    def begin_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, begins: int) -> None:
+        """Begin a decode step.
+
+        Args:
+            rows, seq_lens: ``[B]`` of the batch.
+            page_table, frames: ``[B, P]`` int32 written, as in ``DecodeBatch``.
+            begins: requests whose next token begins a page, at most.
+        """
+        self.frames.begin_decode(self.req_to_token, rows, seq_lens, need=begins if self._may_lack(begins) else 0)
+        self._end(begins, rows, seq_lens, page_table, frames)
+
+    def begin_staged(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        frames: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        key_lens: list[int],
+    ) -> None:
+        """Begin an extend whose contexts are staged. Its tokens are ``key_lens``, and ``prefix_lens [B]`` before the new ones."""
+        need = len(rows) if self._may_lack(len(rows)) else 0
+        self.frames.begin_extend_by_staging(self.req_to_token, rows, seq_lens, prefix_lens, need=need)
+        self._end(self._pages(key_lens), rows, seq_lens, page_table, frames)  # a resident prefix comes into use
+
+    def begin_in_place(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, key_lens: list[int]
+    ) -> torch.Tensor:
+        """Begin an extend whose contexts are in frames, which ``has_room(key_lens)`` has promised. Arguments are as above.
+
+        Returns:
+            ``[B, P]`` int32: the frames of pages that were absent, where they are first in the batch, else -1.
+        """
+        given, most = torch.empty_like(frames), self._pages(key_lens)
+        where = self.req_to_token, rows, seq_lens
+        self.frames.begin_extend_in_place(*where, given, need=None if self._may_lack(most) else 0)
+        self._end(most, rows, seq_lens, page_table, frames)
+        return given
+
+    def _end(self, taken: int, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor) -> None:
+        """Take the snapshot of a pass that takes at most ``taken`` frames."""
+        self.frames.snapshot(self.req_to_token, rows, seq_lens, page_table, frames)
+        self.taken.append(taken)
+
+    def _pages(self, key_lens: list[int]) -> int:
+        """Frames that contexts of so many tokens take at most: their pages, and a page that each next token begins."""
+        return sum(-(-length // self.page_size) + 1 for length in key_lens)
+
+    def _may_lack(self, need: int) -> bool:
+        """Whether fewer than ``need`` frames may be free."""
+        left = self._counts().left if self.counted else self.frames.num_resident
+        return left - (sum(self.taken) - self.taken[0]) < need
+
+    def _counts(self) -> FrameCounts:
+        """The last counts that have arrived."""
+        counts = self.frames.counts
+        while self.counted < self.frames.counted:
+            self.taken.popleft()
+            self.counted += 1
+        return counts
