@@ -34,6 +34,7 @@ from sglang_freekv.retrieval import Retrieval
 SHAPE = Shape.of("llama-3.1-8b")
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = SHAPE.layers, SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_dim
 HOST_TOKENS = 1 << 17
+FRAMES = 2048  # for resident pages: 8 GiB with the usual page size, which no cache holds
 GROWTH = 128  # tokens at most, by which a context grows while its steps are timed
 DTYPE, DEVICE = torch.bfloat16, "cuda"
 
@@ -71,6 +72,10 @@ class Step:
         self.seq_lens = torch.full((batch,), context, device=DEVICE)
         table = torch.randint(1, host_pages, (batch, pages), dtype=torch.int32, device=DEVICE)
         frames = torch.full_like(table, -1)  # nothing is resident
+        if variant.get("resident"):  # pages share the few frames that there are
+            slots, tier = store.cache.row_frames.numel(), store.cache.num_resident
+            frames = slots + torch.randperm(table.numel(), device=DEVICE).view(table.shape).to(torch.int32) % tier
+            self.retrieval.resident_step = variant["resident"] == "alone"
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
             candidates = Candidates(logits, rows, self.seq_lens, table, frames, config.pages, config.page_size)
@@ -145,13 +150,15 @@ VARIANTS = {
     "programs-32": {"programs": 32},
     "copies-off": {"copies_off": True},
     "uncorrected": {"corrected": 0.0},
+    "resident": {"resident": "in a step that may recall"},
+    "resident-alone": {"resident": "alone"},
     "canary-sample": {"canary": 16},
     "canary-full": {"canary": 1},
     "recall-sampled": {"recall_timing": 100},
     "recall-timed": {"recall_timing": 1},
 }
 CASES = {
-    "8k-b1": (8192, 1), "32k-b1": (32768, 1), "32k-b4": (32768, 4), "32k-b8": (32768, 8), "32k-b16": (32768, 16), "128k-b4": (131072, 4),
+    "8k-b1": (8192, 1), "8k-b16": (8192, 16), "32k-b1": (32768, 1), "32k-b4": (32768, 4), "32k-b8": (32768, 8), "32k-b16": (32768, 16), "128k-b4": (131072, 4),
 }  # fmt: skip
 
 
@@ -173,7 +180,8 @@ def main() -> int:
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
     shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.plain(DTYPE))
     streams = CudaStream(DEVICE)
-    store = Store.build(config, shape, options.host_tokens - config.page_size, 16, config.page_size, DEVICE, streams)
+    sizes = options.host_tokens - config.page_size, 16, config.page_size
+    store = Store.build(config, shape, *sizes, DEVICE, streams, num_resident=FRAMES)
     for digests in store.digests.layers:
         digests.normal_()
     say("pools are up")

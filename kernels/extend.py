@@ -11,84 +11,83 @@ import torch
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.ragged import ragged, to_device
 
+# FlashInfer's kernels: one that splits long contexts among programs, and the fastest one of the device. On a Hopper GPU the second gives a
+# program a tile of queries with its whole context, so that a few new tokens behind a long prefix leave most of the device idle.
+BACKENDS = ("fa2", "auto")
+TILE = 128  # query tokens
+
 
 class ReferenceExtend:
-    """Extend attention in PyTorch, one request after the other."""
+    """Extend attention in PyTorch, one request after the other. In place it gathers each context from its frames."""
 
-    def plan(self, query_lens: list[int], key_lens: list[int]) -> None:
-        self.query_lens, self.key_lens = query_lens, key_lens
+    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
+        """As ``FlashInferExtend.plan``."""
+        self.query_lens, self.key_lens, self.frames = query_lens, key_lens, frames
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """As ``FlashInferExtend.__call__``."""
+        if self.frames is not None:
+            page_size = keys.shape[1]
+            owners, tokens = (to_device(x, self.frames.device) for x in ragged(torch.tensor(self.key_lens)))
+            where = self.frames[owners, tokens // page_size].long(), tokens % page_size
+            keys, values = keys[where], values[where]
         return reference.extend_attention(queries, keys, values, self.query_lens, self.key_lens, scale)
 
 
 class FlashInferExtend:
-    """Extend attention by FlashInfer's ragged prefill. Its causal mask ends at each request's last key, as the reference's does.
+    """Extend attention by FlashInfer: its ragged prefill of what is staged, its paged prefill in place. Nothing waits for the device.
+
+    The causal mask ends at each request's last key, as the reference's does.
 
     Args:
         query_heads, kv_heads, head_dim, dtype: shape and dtype of the model's attention on this rank.
-        workspace: uint8 device memory in which FlashInfer keeps partial results of one call. All attention on one stream may share it.
-    """
-
-    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, workspace: torch.Tensor) -> None:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
-
-        self.shape, self.dtype = (query_heads, kv_heads, head_dim), dtype
-        self.wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-
-    def plan(self, query_lens: list[int], key_lens: list[int]) -> None:
-        self.wrapper.plan(_bounds(query_lens), _bounds(key_lens), *self.shape, causal=True, q_data_type=self.dtype)
-
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        return self.wrapper.forward(queries.contiguous(), keys, values, causal=True, sm_scale=scale)
-
-
-class ReferencePagedExtend:
-    """Extend attention in place in PyTorch: gathers each context from its frames."""
-
-    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor) -> None:
-        """As ``FlashInferPagedExtend.plan``."""
-        self.query_lens, self.key_lens, self.frames = query_lens, key_lens, frames
-
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """As ``FlashInferPagedExtend.__call__``."""
-        page_size = keys.shape[1]
-        owners, tokens = (to_device(x, self.frames.device) for x in ragged(torch.tensor(self.key_lens)))
-        where = self.frames[owners, tokens // page_size].long(), tokens % page_size
-        return reference.extend_attention(queries, keys[where], values[where], self.query_lens, self.key_lens, scale)
-
-
-class FlashInferPagedExtend:
-    """Extend attention in place by FlashInfer's paged prefill, for any page size. Nothing waits for the device.
-
-    Args:
-        query_heads, kv_heads, head_dim, dtype, workspace: as of ``FlashInferExtend``.
         page_size: S.
+        device: of the workspace.
+        workspace_bytes: device memory in which FlashInfer keeps partial results of one call.
     """
 
-    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, workspace: torch.Tensor, page_size: int) -> None:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    def __init__(
+        self, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, page_size: int, device: str, workspace_bytes: int
+    ) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-        self.shape, self.dtype = (query_heads, kv_heads, head_dim, page_size), dtype
-        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        self.shape, self.dtype, self.page_size, self.in_place = (query_heads, kv_heads, head_dim), dtype, page_size, False
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)  # calls on one stream can share it
+        self.ragged, self.paged = (
+            {backend: wrapper(workspace, "NHD", backend=backend) for backend in BACKENDS}
+            for wrapper in (BatchPrefillWithRaggedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
+        )
+        self.backend = BACKENDS[0]
 
-    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor) -> None:
+    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
         """Prepare for all layers of a batch.
 
         Args:
             query_lens, key_lens: new tokens and all tokens of each request.
-            frames: ``[B, P]`` int32 frame of each logical page, on the device. It is read for the pages of the contexts, which all have one.
+            frames: in place, ``[B, P]`` int32 frame of each logical page, on the device; all pages of the contexts have one. Else None.
         """
-        page_size, keys = self.shape[-1], torch.tensor(key_lens)
-        pages = -(-keys // page_size)
-        owners, indices = (to_device(x, frames.device) for x in ragged(pages))
-        last_lens = (keys - (pages - 1) * page_size).int()  # on the host, as the bounds: FlashInfer computes lengths from both there
-        bounds = _bounds(query_lens), _bounds(pages.tolist())
-        self.wrapper.plan(*bounds, frames[owners, indices], last_lens, *self.shape, causal=True, q_data_type=self.dtype)
+        self.in_place = frames is not None
+        tiles = sum(-(-length // TILE) for length in query_lens) * self.shape[0]
+        self.backend = BACKENDS[0] if 2 * tiles < self.processors else BACKENDS[1]
+        if frames is None:
+            self.ragged[self.backend].plan(_bounds(query_lens), _bounds(key_lens), *self.shape, causal=True, q_data_type=self.dtype)
+            return
+        keys = torch.tensor(key_lens)
+        pages = -(-keys // self.page_size)
+        where = (to_device(x, frames.device) for x in ragged(pages))
+        last_lens = (keys - (pages - 1) * self.page_size).int()  # on the host, as the bounds: FlashInfer computes lengths from both there
+        bounds, shape = (_bounds(query_lens), _bounds(pages.tolist())), (*self.shape, self.page_size)
+        self.paged[self.backend].plan(*bounds, frames[tuple(where)], last_lens, *shape, causal=True, q_data_type=self.dtype)
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape and the frames ``keys``, ``values [N, S, H, D]``."""
-        return self.wrapper.forward(queries.contiguous(), (keys, values), causal=True, sm_scale=scale)
+        """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape.
+
+        ``keys``, ``values`` are ``[sum(key_lens), H, D]`` contexts end to end, or in place the frames ``[F, S, H, D]``.
+        """
+        if self.in_place:
+            return self.paged[self.backend].forward(queries.contiguous(), (keys, values), causal=True, sm_scale=scale)
+        return self.ragged[self.backend].forward(queries.contiguous(), keys, values, causal=True, sm_scale=scale)
 
 
 def _bounds(lens: list[int]) -> torch.Tensor:

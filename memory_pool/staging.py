@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: streams the prefixes of an extend batch from the host pool, one layer ahead of the computation."""
+"""Where the contexts of an extend lie on the device: in staging buffers, or in frames of the device cache."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import Prefixes, StagedPages
+from sglang_freekv.batch import Prefixes
 from sglang_freekv.memory_pool.canary import Canary
+from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.host_pool import HostPool
+from sglang_freekv.memory_pool.prefix_stream import PrefixStream
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
 
-class Staging:
+class Staging(PrefixStream):
     """Two staging buffers, one for the layer that is computed and one for the layer whose prefixes arrive.
 
     A staging buffer holds ``[prefix | new]`` of every request of a batch in token rows (NHD). The transfer stream orders its reuse: the
@@ -39,25 +41,20 @@ class Staging:
         stream: TransferStream,
         canary: Canary | None = None,
     ) -> None:
-        self.host, self.tokens, self.stream, self.canary = host, tokens, stream, canary
+        super().__init__(host, stream, canary)
+        self.tokens, self.context_tokens = tokens, 0
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
-        self.context_tokens = 0
-        self.staged: StagedPages | None = None
-        self.looked_up: Handle | None = None  # keeps the tensors alive that the look-up reads
-        self.arrived: list[Handle] = []  # of each staging buffer
-        self.examined: list[Handle] = []  # by the canary; waited for at the end of the pass only
 
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def begin(self, context_tokens: int, prefixes: Prefixes, behind: Sequence[Handle] | None = None) -> None:
-        """Begin a batch: start to stream the prefixes of the first two layers.
+    def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.buffers[layer % 2]
+        return keys[: self.context_tokens], values[: self.context_tokens]
 
-        Args:
-            context_tokens: tokens of all contexts of the batch together.
-            prefixes: looked up in the scheduler's table on the transfer stream.
-            behind: handles that the prefixes wait for. None makes them wait for all work that the current stream was given.
+    def begin(self, context_tokens: int, prefixes: Prefixes, behind: Sequence[Handle] | None = None) -> None:
+        """Begin a batch whose contexts have ``context_tokens`` together. The other arguments are as of ``stream_prefixes``.
 
         Raises:
             RuntimeError: the contexts do not fit a staging buffer.
@@ -66,23 +63,8 @@ class Staging:
             raise RuntimeError(
                 f"an extend batch has {context_tokens} tokens of context, expected at most the {self.tokens} of a staging buffer"
             )
-
-        def look_up() -> None:
-            self.staged = prefixes.look_up()
-
         self.context_tokens = context_tokens
-        self.looked_up = self.stream.submit(look_up, behind)
-        self.arrived = [self._stream(layer, behind) for layer in range(min(2, len(self.host.layers)))]
-
-    def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of ``layer``, ``[context_tokens, H, D]``, with the prefixes in place. Starts to stream the next layer's."""
-        self.arrived[layer % 2].wait()
-        keys, values = self.buffers[layer % 2]
-        if self.canary is not None and len(self.staged.host_pages):
-            self.examined.append(self.stream.submit(lambda: self._verify(layer)))
-        if 0 < layer < len(self.host.layers) - 1:
-            self.arrived[(layer + 1) % 2] = self._stream(layer + 1)
-        return keys[: self.context_tokens], values[: self.context_tokens]
+        self.stream_prefixes(prefixes, behind)
 
     def sweep(self, host_pages: torch.Tensor) -> None:
         """Have the canary examine all units of ``host_pages [N]``, at most a staging buffer full. Nothing may be in flight."""
@@ -92,17 +74,18 @@ class Staging:
             kernels.stage_pages(pages, host_pages, starts, keys, values)
             self.canary.verify_staged(layer, host_pages, starts, keys, values, every=1)
 
-    def _stream(self, layer: int, behind: Sequence[Handle] | None = None) -> Handle:
-        def stage() -> None:
-            kernels.stage_pages(self.host.layers[layer], *self.staged, *self.buffers[layer % 2])
 
-        return self.stream.submit(stage, behind)
+class InPlace(PrefixStream):
+    """The frames of the device cache: absent pages of a prefix are streamed there, resident ones stay where they are.
 
-    def _verify(self, layer: int) -> None:
-        self.canary.verify_staged(layer, *self.staged, *self.buffers[layer % 2])
+    Args:
+        cache: whose frames.
+        host, stream, canary: as of ``Staging``.
+    """
 
-    def complete(self) -> None:
-        """Wait for the canary's examinations."""
-        for handle in self.examined:
-            handle.wait()
-        self.examined.clear()
+    def __init__(self, cache: DeviceCache, host: HostPool, stream: TransferStream, canary: Canary | None = None) -> None:
+        super().__init__(host, stream, canary)
+        self.cache = cache
+
+    def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.layers[layer].token_rows

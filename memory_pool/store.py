@@ -15,7 +15,7 @@ from sglang_freekv.memory_pool.digest_pool import DigestPool
 from sglang_freekv.memory_pool.frames import Frames
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.sizing import KVShape
-from sglang_freekv.memory_pool.staging import Staging
+from sglang_freekv.memory_pool.staging import InPlace, Staging
 from sglang_freekv.memory_pool.transfer import TransferStream
 
 
@@ -28,6 +28,7 @@ class Store:
     cache: DeviceCache
     frames: Frames
     staging: Staging
+    in_place: InPlace
     canary: Canary | None
 
     @classmethod
@@ -66,13 +67,14 @@ class Store:
         every = CANARIES[config.canary]
         canary = Canary(layers, num_pages, heads, size, every, device) if every else None
         slots = Slots(num_rows + 1, config.cache_pages, config.pages.total, num_resident)
-        lent = slots.rows * slots.per_row
+        lent, cache = slots.rows * slots.per_row, DeviceCache(shape, size, slots, device)
         return cls(
             host=host,
             digests=DigestPool(layers, (num_pages, heads, *shape.digest_shape), compute, device),
-            cache=DeviceCache(shape, size, slots, device),
+            cache=cache,
             frames=Frames(lent + num_resident, num_pages, slots.rows, lent, size, device),
             staging=Staging(host, staging_tokens, (heads, dim), compute, device, stream, canary),
+            in_place=InPlace(cache, host, stream, canary),
             canary=canary,
         )
 

@@ -13,10 +13,13 @@ from sglang_freekv import releases
 def mark_tables(scheduler, batch, *args, **kwargs) -> None:
     """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written.
 
-    Rows that have become free since the last batch have no request any more.
+    Rows that have become free since the last batch have no request any more. Of all pages that are not free, those that the prefix cache
+    may evict have none either.
     """
-    pool, rows = scheduler.token_to_kv_pool_allocator.get_kvcache(), scheduler.req_to_token_pool
-    pool.residency.note_rows(set(range(1, rows.size + 1)).difference(rows.free_slots))
+    allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    pool, used = allocator.get_kvcache(), set(range(1, rows.size + 1)).difference(rows.free_slots)
+    held = allocator.size - allocator.available_size() - scheduler.tree_cache.evictable_size()
+    pool.residency.note_requests(used, -(-held // allocator.page_size))
     if batch.forward_mode.is_extend():
         pool.planner.note_tables(batch.req_pool_indices)
 

@@ -70,8 +70,12 @@ class FreeKVAttnBackend(AttentionBackend):
         else:
             lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
             key_lens = [sum(both) for both in zip(*lengths)]
-            self.residency.begin_staged(*where, forward_batch.extend_prefix_lens, key_lens)
-            plan = self.planner.plan(rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token)
+            given = None
+            if self.residency.has_room:
+                given = self.residency.begin_in_place(*where, key_lens)
+            else:
+                self.residency.begin_staged(*where, forward_batch.extend_prefix_lens, key_lens)
+            plan = self.planner.plan(rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token, given=given)
             self.batch = plan.batch
             self.retrieval.prepare_extend(plan)
 

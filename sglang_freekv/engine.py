@@ -18,13 +18,13 @@ from sglang_freekv.policy import Policy
 
 
 class ExtendAttention(Protocol):
-    """Causal attention of new tokens over ``[prefix | new]``, for each request on its own."""
+    """Causal attention of new tokens over ``[prefix | new]``, for each request on its own. ``FlashInferExtend`` documents it."""
 
-    def plan(self, query_lens: list[int], key_lens: list[int]) -> None:
+    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
         """Prepare for all layers of a batch. A request's queries are those of its last ``query_len`` positions."""
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape and ``keys``, ``values [sum(key_lens), H, D]``."""
+        """Attend, where ``plan`` says that the contexts lie."""
 
 
 class Recall(Protocol):
@@ -59,6 +59,7 @@ class Engine:
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.misses_now = Misses.allocate(units, device)
         self.misses_ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
+        self.resident_step = False  # whether all pages of a decode step are resident, so that it recalls nothing
         self.clock = RecallClock(len(self.cache.layers), config.recall_timing, device) if config.recall_timing else None
 
     def complete_transfers(self, layer: int) -> None:
@@ -74,6 +75,7 @@ class Engine:
         for layer in range(len(self.in_flight)):
             self.complete_transfers(layer)
         self.store.staging.complete()
+        self.store.in_place.complete()
 
     def row_counts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, 3]`` int64 HITS, RECALLED and CORRECTED of ``rows [B]`` since their last extend."""

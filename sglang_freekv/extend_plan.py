@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_freekv.batch import ExtendBatch, Prefixes, StagedPrefixes
+from sglang_freekv.batch import AbsentPrefixes, ExtendBatch, Prefixes, StagedPrefixes
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
 
@@ -61,6 +61,8 @@ class ExtendPlanner:
         prefix_lens: list[int],
         query_lens: list[int],
         req_to_token: torch.Tensor,
+        *,
+        given: torch.Tensor | None = None,
     ) -> ExtendPlan:
         """Plan the extend that follows.
 
@@ -69,13 +71,17 @@ class ExtendPlanner:
         Args:
             rows, page_table, frames, prefix_lens, query_lens: as in ``ExtendBatch.build``.
             req_to_token: ``[R, context]`` KV index of each token, the scheduler's table.
+            given: in place, ``[B, P]`` the frames that absent pages were given, as in ``AbsentPrefixes``. None stages the contexts.
 
         Raises:
             RuntimeError: a prefix is not a whole number of pages.
         """
         settled, tables = self.settled, self.tables
         self.settled = self.tables = None
-        batch = ExtendBatch.build(rows, page_table, frames, prefix_lens, query_lens, self.page_size)
+        in_place = given is not None
+        batch = ExtendBatch.build(rows, page_table, frames, prefix_lens, query_lens, self.page_size, in_place=in_place)
+        if given is not None:
+            return ExtendPlan(batch, AbsentPrefixes.build(page_table, given, prefix_lens, self.page_size), None)
         prefixes = StagedPrefixes.build(req_to_token, rows if tables is None else tables[1], prefix_lens, query_lens, self.page_size)
         behind = None if settled is None or tables is None else (settled, tables[0])
         return ExtendPlan(batch, prefixes, behind)

@@ -89,8 +89,7 @@ class FreeKVPool(MHATokenToKVPool):
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
         attention: ExtendAttention = ReferenceExtend()
         if on_gpu:
-            workspace = torch.empty(EXTEND_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-            attention = FlashInferExtend(*heads, self.shape.format.compute, workspace)
+            attention = FlashInferExtend(*heads, self.shape.format.compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:

@@ -104,8 +104,9 @@ FLAGS = {
     "freekv_resident_memory": Flag(
         "resident_memory_gib",
         GIBIBYTES,
-        "Device memory of one rank for resident pages in GiB. A page that decoding begins is resident until another page needs the room, "
-        "and needs no recall. Pages of prompts are recalled. Default: what weights, rows, digests and dense layers leave of "
+        "Device memory of one rank for resident pages in GiB. A page is resident from the moment it is written until another page needs "
+        "the room. It needs no recall, and a prefix hit reads it where it is. A prompt that finds no room beside the running requests is "
+        "recalled. Default: what weights, rows, digests and dense layers leave of "
         "--mem-fraction-static, and on a CPU of a share of the available memory. 0 makes no page resident.",
     ),
     "freekv_recall": Flag(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residency, the host's side: how a pass begins, and whether the contexts of an extend have room in frames.
 
-The tables of frames are on the device, because SGLang's page numbers are. The host knows lengths, and the counts of a pass or two ago.
-From these it bounds the room from below, so it never waits for the device.
+The tables of frames are on the device, because SGLang's page numbers are. The host knows how many pages running requests hold, and the
+counts of a pass or two ago. So it never waits for the device.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ class Residency:
         self.taken = deque([0])  # frames that each pass takes at most, from the one on whose counts have arrived
         self.counted = 0  # number of that pass
         self.used: set[int] = set()  # rows that had a request when the last batch was launched
+        self.held: int | None = None  # host pages that requests have, those of the batch about to begin included
 
     @property
-    def room(self) -> int:
-        """Frames that a pass can take, at least: those that hold no page of a running row and are in no row's hand."""
-        in_use, hands = self._counts().in_use, len(self.frames.tables.in_hand)  # one of each row, at most
-        return self.frames.num_resident - in_use - hands - sum(self.taken)
+    def has_room(self) -> bool:
+        """Whether all pages of all running rows find frames, and each row one in hand. False for a batch that SGLang did not schedule.
 
-    def has_room(self, key_lens: list[int]) -> bool:
-        """Whether contexts of so many tokens find frames, whatever pages they share."""
-        return self._pages(key_lens) <= self.room
+        Other pages give way. All ranks agree, because they schedule alike.
+        """
+        return self.held is not None and self.held + len(self.used) <= self.frames.num_resident
 
     def state(self) -> dict[str, int]:
         """Frames in use and in all. And pages of the last pass whose counts have arrived: resident ones of running requests, and those
@@ -45,10 +44,10 @@ class Residency:
         used = total - counts.left if self.counted else 0
         return {"frames_used": used, "frames_total": total, "resident_pages": counts.in_use, "absent_pages": counts.absent}
 
-    def note_rows(self, used: set[int]) -> None:
-        """A batch is about to be launched while requests have the rows ``used``."""
+    def note_requests(self, used: set[int], held: int) -> None:
+        """A batch is about to be launched. Requests have the rows ``used`` and, together, at most ``held`` distinct host pages."""
         self.frames.rows_ended(sorted(self.used - used))
-        self.used = used
+        self.used, self.held = used, held
 
     def begin_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, begins: int) -> None:
         """Begin a decode step.
@@ -78,7 +77,7 @@ class Residency:
     def begin_in_place(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, key_lens: list[int]
     ) -> torch.Tensor:
-        """Begin an extend whose contexts are in frames, which ``has_room(key_lens)`` has promised. Arguments are as above.
+        """Begin an extend whose contexts are in frames, which ``has_room`` has promised. Arguments are as above.
 
         Returns:
             ``[B, P]`` int32: the frames of pages that were absent, where they are first in the batch, else -1.
@@ -93,6 +92,7 @@ class Residency:
         """Take the snapshot of a pass that takes at most ``taken`` frames."""
         self.frames.snapshot(self.req_to_token, rows, seq_lens, page_table, frames)
         self.taken.append(taken)
+        self.held = None
 
     def _pages(self, key_lens: list[int]) -> int:
         """Frames that contexts of so many tokens take at most: their pages, and a page that each next token begins."""

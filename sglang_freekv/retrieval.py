@@ -15,6 +15,7 @@ from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.engine import Engine
 from sglang_freekv.extend_plan import ExtendPlan
+from sglang_freekv.memory_pool.prefix_stream import PrefixStream
 
 
 class Retrieval(Engine):
@@ -36,7 +37,8 @@ class Retrieval(Engine):
         """
         self.complete_transfers(layer)
         step = DecodeStep(self, layer, queries, keys, values, batch, scale)
-        schedule.run(step, self.streams, self.in_flight[layer], without=("verify",) if self.canary is None else ())
+        without = schedule.RECALLING if self.resident_step else ("verify",) if self.canary is None else ()
+        schedule.run(step, self.streams, self.in_flight[layer], without)
         return step.finish()
 
     def end_step(self, rows: torch.Tensor) -> None:
@@ -55,8 +57,11 @@ class Retrieval(Engine):
         """
         batch = plan.batch
         self.complete_all_transfers()
-        self.store.staging.begin(sum(batch.key_lens), plan.prefixes, plan.behind)
-        self.extend_attention.plan(batch.query_lens, batch.key_lens)
+        if batch.in_place:
+            self.store.in_place.stream_prefixes(plan.prefixes, plan.behind)
+        else:
+            self.store.staging.begin(sum(batch.key_lens), plan.prefixes, plan.behind)
+        self.extend_attention.plan(batch.query_lens, batch.key_lens, batch.frames if batch.in_place else None)
         self.counts[batch.rows] = 0
 
     def extend(
@@ -73,13 +78,16 @@ class Retrieval(Engine):
         Returns:
             ``[T, Hq, D]`` attention output.
         """
-        context_keys, context_values = self.store.staging.context(layer)
+        contexts: PrefixStream = self.store.in_place if batch.in_place else self.store.staging
+        context_keys, context_values = contexts.context(layer)
         context_keys[batch.new_rows], context_values[batch.new_rows] = keys, values
         starts = batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads)
         self.in_flight[layer].append(
             self.streams.transfers.submit(lambda: self.offload(layer, context_keys, context_values, starts, batch.full_pages))
         )
-        output = self.extend_attention(queries, context_keys, context_values, scale)
+        cache = self.cache.layers[layer]
+        lying = (cache.keys, cache.values) if batch.in_place else (context_keys, context_values)
+        output = self.extend_attention(queries, *lying, scale)
         self.policy.digests.write(context_keys, starts, batch.full_pages, self.digests.layers[layer])
         self._seed(layer, queries[batch.last_tokens], batch, context_keys, context_values, scale)
         return output

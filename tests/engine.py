@@ -123,7 +123,7 @@ class Engine:
         self.retrieval = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
         self.planner = ExtendPlanner(streams.transfers, config.page_size)
         self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
-        self.residency = Residency(store.frames, self.req_to_token)
+        self.residency, self.in_place = Residency(store.frames, self.req_to_token), 0  # extends in place so far
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 
@@ -144,8 +144,11 @@ class Engine:
     def extend(self, requests: list[Request], upto: list[int]) -> list[torch.Tensor]:
         rows, table = self._tensors(requests)
         spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
-        frames = self._begin(rows, table, [b for _, _, b in spans], [a for _, a, _ in spans])
-        plan = self.planner.plan(rows, table, frames, [a for _, a, _ in spans], [b - a for _, a, b in spans], self.req_to_token)
+        prefixes = [a for _, a, _ in spans]
+        frames, given = self._begin(rows, table, [b for _, _, b in spans], prefixes)
+        lengths = prefixes, [b - a for _, a, b in spans]
+        plan = self.planner.plan(rows, table, frames, *lengths, self.req_to_token, given=given)
+        self.in_place += plan.batch.in_place
         self.retrieval.prepare_extend(plan)
         outputs = [
             self.retrieval.extend(
@@ -163,19 +166,31 @@ class Engine:
         for request in requests:
             request.tokens += 1
         tokens = [request.tokens for request in requests]
-        batch = DecodeBatch(rows, self.to_device(torch.tensor(tokens)), table, self._begin(rows, table, tokens))
+        batch = DecodeBatch(rows, self.to_device(torch.tensor(tokens)), table, self._begin(rows, table, tokens)[0])
         return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
 
-    def _begin(self, rows: torch.Tensor, table: torch.Tensor, tokens: list[int], prefixes: list[int] | None = None) -> torch.Tensor:
-        """What SGLang's backend does when a pass begins: returns the frames of its pages."""
+    def _begin(
+        self, rows: torch.Tensor, table: torch.Tensor, tokens: list[int], prefixes: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What SGLang's backend does when a pass begins: returns the frames of its pages, and in place those that absent ones were given."""
         self.req_to_token[rows, : table.shape[1] * self.config.page_size : self.config.page_size] = table * self.config.page_size
         frames = torch.empty_like(table, dtype=torch.int32)
         where = rows, self.to_device(torch.tensor(tokens)), torch.empty_like(frames), frames
+        self.residency.note_requests(self.used_rows(), self.held_pages())
         if prefixes is None:
             self.residency.begin_decode(*where, sum(n % self.config.page_size == 0 for n in tokens))
+        elif self.residency.has_room:
+            return frames, self.residency.begin_in_place(*where, tokens)
         else:
             self.residency.begin_staged(*where, self.to_device(torch.tensor(prefixes)), tokens)
-        return frames
+        return frames, None
+
+    def used_rows(self) -> set[int]:
+        return {request.row for request in self.requests}
+
+    def held_pages(self) -> int:
+        """Host pages that requests have, together."""
+        return sum(len(request.pages) for request in self.requests)
 
     def prepare_replay(self, fills_page: bool) -> None:
         """What SGLang's backend does before a decode graph."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import combinations, cycle, product
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -59,8 +61,10 @@ def test_decode_follows_the_paper(prompts, resident, config, stream):
     assert plans_ahead_first(len(prompts)) == (len(prompts) == 3)
     engine = Engine(config, prompts=prompts, steps=17, stream=stream, resident=resident)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
+    assert engine.in_place or resident < 400
     corrected = [0] * len(engine.requests)
-    for _ in range(17):
+    for step in range(17):
+        engine.retrieval.resident_step = resident == 400 and step % 3 > 0
         outputs = engine.decode(engine.requests)
         for layer, output in enumerate(outputs):
             for index, request in enumerate(engine.requests):
@@ -69,6 +73,7 @@ def test_decode_follows_the_paper(prompts, resident, config, stream):
                 torch.testing.assert_close(output[index].view_as(expected), expected, atol=1e-5, rtol=1e-5)
     for index, request in enumerate(engine.requests):
         assert engine.retrieval.row_counts(torch.tensor([request.row]))[0, CORRECTED] == corrected[index]
+    assert resident < 400 or not engine.retrieval.counts[:, RECALLED].any()
     tau = math.inf if config.tau is None else config.tau
     assert any(corrected) == (tau > -1)
     if tau > 1:
@@ -257,6 +262,33 @@ def _without_waiting_for_staging(retrieval: Retrieval) -> None:
         return type("Ignored", (), {"wait": lambda self: None})()
 
     staging._stream = stream_unordered
+
+
+def test_only_absent_pages_of_a_prefix_are_streamed():
+    """And a step may begin when they have arrived: the negative control does without that wait."""
+    outputs = []
+    for broken in (False, True):
+        config = CONFIGS["tight" if broken else "canary"]  # a canary's queue would wait for what is streamed
+        engine = Engine(config, prompts=[100], steps=16, stream=DeferredStream, resident=400)
+        in_place, stream = engine.retrieval.store.in_place, engine.retrieval.store.in_place._stream
+        if broken:
+            in_place._stream = lambda layer, behind=None, stream=stream: (stream(layer, behind), SimpleNamespace(wait=lambda: None))[1]
+        with mock.patch.object(type(engine.residency), "has_room", False):
+            engine.extend(engine.requests, [48])
+        parts, streamed = [], []
+        for upto in (80, 100):
+            parts += engine.extend(engine.requests, [upto])
+            engine.retrieval.complete_all_transfers()
+            streamed.append(int((in_place.staged.host_pages >= 0).sum()))
+        assert streamed == [12, 0] and engine.in_place == 2
+        outputs.append(torch.cat([*parts, *(part for _ in range(16) for part in engine.decode(engine.requests))]))
+        assert broken or not engine.retrieval.canary.faults.any()
+    assert not torch.equal(*outputs)
+    whole = Engine(config, prompts=[100], steps=16, stream=InlineStream)
+    expected = whole.extend(whole.requests, [100])
+    expected = [*(part[48:80] for part in expected), *(part[80:] for part in expected)]
+    expected += [part for _ in range(16) for part in whole.decode(whole.requests)]
+    torch.testing.assert_close(outputs[0], torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("remove_edge", [without_waiting_for_the_last_step, _without_waiting_for_staging])

@@ -43,6 +43,7 @@ def test_any_traffic_is_served_whatever_is_resident(name, resident, stream, reco
     run_state_machine_as_test(machine, settings=TRAFFIC)
     record_property("ran", {**machine.ran, **machine.saw})
     assert machine.ran.total() >= LEAST_RULES and machine.saw["prefix pages"] and machine.saw["decoded tokens"]
+    assert machine.saw["extends in place"] and (machine.saw["staged extends"] or resident > 8)
 
 
 def _never_waiting(machine: Traffic) -> None:

