@@ -91,7 +91,7 @@ def _prove(meta_info: dict[str, Any], passed: set[str]) -> None:
     finish = meta_info["finish_reason"]
     if finish is not None and finish["type"] == "abort":
         return
-    for each in passed:
+    for each in sorted(passed):  # REQUEST first
         registry.prove(each)
     if finish is not None:
         if meta_info.get("completion_tokens") and KEY not in meta_info:
