@@ -35,7 +35,11 @@ class Residency:
 
         Other pages give way. All ranks agree, because they schedule alike.
         """
-        return self.held is not None and self.held + len(self.used) <= self.frames.num_resident
+        return self.held is not None and self.fits(self.held, len(self.used))
+
+    def fits(self, pages: int, rows: int) -> bool:
+        """Whether so many distinct pages of requests find frames, and each of their rows one in hand."""
+        return pages + rows <= self.frames.num_resident
 
     def state(self) -> dict[str, int]:
         """Frames in use and in all. And pages of the last pass whose counts have arrived: resident ones of running requests, and those

@@ -26,11 +26,12 @@ PAGE = 32
 def adder():
     """SGLang's adder when 1,024 tokens are free and a running request may take 770.7 of them."""
     adder = object.__new__(PrefillAdder)
-    allocator = SimpleNamespace(available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(staging_tokens=1000), page_size=PAGE)
+    pool = SimpleNamespace(staging_tokens=1000, residency=SimpleNamespace(fits=lambda pages, rows: False))
+    allocator = SimpleNamespace(size=1024, available_size=lambda: 1024, get_kvcache=lambda: pool, page_size=PAGE)
     tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False)
     adder.__dict__.update(
         page_size=PAGE, dllm_config=None, rem_chunk_tokens=2048, is_hybrid_swa=False, prefill_delayer_single_pass=None, can_run_list=[],
-        _mamba_slot_cost=0, token_to_kv_pool_allocator=allocator, tree_cache=tree,
+        _mamba_slot_cost=0, running_batch=None, token_to_kv_pool_allocator=allocator, tree_cache=tree,
     )  # fmt: skip
     adder._update_prefill_budget = lambda *args, **kwargs: None
     if releases.has("prefill budget"):
@@ -64,8 +65,8 @@ def test_a_chunk_cut_short_by_full_memory_ends_at_a_page(adder, hooked, monkeypa
 
 def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
     def admit(adder, req):
-        req.extend_range = SimpleNamespace(end=len(req.full_untruncated_fill_ids))
-        req.extend_end = req.extend_range.end
+        end = req.extend_end = len(req.full_untruncated_fill_ids)
+        req.extend_range = SimpleNamespace(end=end, length=end - req.prefix_len)
         adder.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
@@ -74,6 +75,26 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
     adder.can_run_list.clear()
     results = [prefill.bounded_contexts(admit, adder, request(tokens, prefix=tokens - 8)) for tokens in (400, 500, 101, 100)]
     assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
+
+
+@pytest.mark.parametrize("frames", [13, 14])
+def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames):
+    """Requests hold four pages, and one row decodes. Then come contexts of 16, 13 and 4 pages, all but one page of which are hits."""
+    asked = []
+
+    def admit(adder, req):
+        end = req.extend_end = len(req.full_untruncated_fill_ids)
+        req.extend_range = SimpleNamespace(end=end, length=end - req.prefix_len)
+        adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    allocator = adder.token_to_kv_pool_allocator
+    allocator.available_size, adder.running_batch = (lambda: 1024 - 4 * PAGE), SimpleNamespace(reqs=["one"])
+    residency = Residency(Frames(6 + frames, 99, 6, 6, PAGE, "cpu"), torch.zeros(6, 8 * PAGE, dtype=torch.int64))
+    allocator.get_kvcache().residency = SimpleNamespace(fits=lambda *need: (asked.append(need), residency.fits(*need))[1])
+    requests = [request(pages * PAGE, prefix=(pages - 1) * PAGE) for pages in (16, 13, 4)]
+    results = [prefill.bounded_contexts(admit, adder, each) is AddReqResult.CONTINUE for each in requests]
+    assert asked == [(4 + 1 + 1 + 4, 1 + 3)] and results == [True, True, frames == 14]
 
 
 def scheduler_of(planner) -> tuple[SimpleNamespace, Frames]:
