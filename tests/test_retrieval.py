@@ -55,8 +55,9 @@ def late_appends():
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream, late_appends], ids=["at once", "late", "appends late"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("resident", [0, 20, 400], ids=["none resident", "some resident", "all resident"])
-@pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["ahead before attention", "ahead behind attention"])
+@pytest.mark.parametrize("prompts, resident", [([5, 64, 99], 0), ([64, 99], 0), ([5, 64, 99], 20), ([64, 99], 400)], ids=[
+    "ahead before attention", "ahead behind attention", "some resident, ahead before attention", "all resident, ahead behind attention",
+])  # fmt: skip
 def test_decode_follows_the_paper(prompts, resident, config, stream):
     assert plans_ahead_first(len(prompts)) == (len(prompts) == 3)
     engine = Engine(config, prompts=prompts, steps=17, stream=stream, resident=resident)

@@ -106,4 +106,4 @@ def test_the_offline_engine_answers_by_fewer_pages_than_the_documents_have(engin
     assert_all_right(printed, 2)
     attended = numbers(r"attended to (\d+) of (\d+) pages in each of (\d+) decode steps", printed)
     assert [pages for pages, _, _ in attended] == [512 // PAGE] * 2 and all(of >= 1500 // PAGE and steps > 0 for _, of, steps in attended)
-    assert all(recalled > 0 for recalled, _ in numbers(r"recalled (\d+) of (\d+) selected units", printed))
+    assert all(recalled == 0 < selected for recalled, selected in numbers(r"recalled (\d+) of (\d+) selected units", printed))  # resident
