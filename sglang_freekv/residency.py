@@ -27,6 +27,7 @@ class Residency:
         self.taken = deque([0])  # frames that each pass takes at most, from the one on whose counts have arrived
         self.counted = 0  # number of that pass
         self.used: set[int] = set()  # rows that had a request when the last batch was launched
+        self.lacked = self.ended = 0  # the last pass in which a page found no frame; the last pass before which a request ended
         self.held: int | None = None  # host pages that requests have, those of the batch about to begin included
 
     @property
@@ -50,7 +51,9 @@ class Residency:
 
     def note_requests(self, used: set[int], held: int) -> None:
         """A batch is about to be launched. Requests have the rows ``used`` and, together, at most ``held`` distinct host pages."""
-        self.frames.rows_ended(sorted(self.used - used))
+        if ended := sorted(self.used - used):
+            self.frames.rows_ended(ended)
+            self.ended = self.frames.now + 1
         self.used, self.held = used, held
 
     def begin_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, begins: int) -> None:
@@ -61,7 +64,7 @@ class Residency:
             page_table, frames: ``[B, P]`` int32 written, as in ``DecodeBatch``.
             begins: requests whose next token begins a page, at most.
         """
-        self.frames.begin_decode(self.req_to_token, rows, seq_lens, need=begins if self._may_lack(begins) else 0)
+        self.frames.begin_decode(self.req_to_token, rows, seq_lens, need=self._worth_reclaiming(begins))
         self._end(begins, rows, seq_lens, page_table, frames)
 
     def begin_staged(
@@ -74,7 +77,7 @@ class Residency:
         key_lens: list[int],
     ) -> None:
         """Begin an extend whose contexts are staged. Its tokens are ``key_lens``, and ``prefix_lens [B]`` before the new ones."""
-        need = len(rows) if self._may_lack(len(rows)) else 0
+        need = self._worth_reclaiming(len(rows))
         self.frames.begin_extend_by_staging(self.req_to_token, rows, seq_lens, prefix_lens, need=need)
         self._end(self._pages(key_lens), rows, seq_lens, page_table, frames)  # a resident prefix comes into use
 
@@ -102,9 +105,17 @@ class Residency:
         """Frames that contexts of so many tokens take at most: their pages, and a page that each next token begins."""
         return sum(-(-length // self.page_size) + 1 for length in key_lens)
 
+    def _worth_reclaiming(self, need: int) -> int:
+        """``need``, or 0 if frames may not lack. Or if running rows had them all, in a pass since the last request ended.
+
+        Then nothing would give way, and a page in hand is no duty.
+        """
+        return need if self._may_lack(need) and self.lacked < self.ended else 0
+
     def _may_lack(self, need: int) -> bool:
         """Whether fewer than ``need`` frames may be free."""
-        left = self._counts().left if self.counted else self.frames.num_resident
+        counts = self._counts()
+        left = counts.left if self.counted else self.frames.num_resident
         return left - (sum(self.taken) - self.taken[0]) < need
 
     def _counts(self) -> FrameCounts:
@@ -113,4 +124,6 @@ class Residency:
         while self.counted < self.frames.counted:
             self.taken.popleft()
             self.counted += 1
+        if counts.unserved:
+            self.lacked = self.counted
         return counts

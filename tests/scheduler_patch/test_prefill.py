@@ -142,6 +142,30 @@ def test_an_extend_is_in_place_if_the_pages_of_all_requests_have_room(resident):
     assert not residency.has_room  # each pass is told anew
 
 
+def test_nothing_is_reclaimed_again_while_running_rows_have_every_frame():
+    """Four rows of one page each fill four frames, and want another one each in every step. When one ends, its page may give way."""
+    tables = (torch.arange(6 * 8 * PAGE, dtype=torch.int64) + PAGE).view(6, -1)
+    frames, reclaimed = Frames(6 + 4, 60, 6, 6, PAGE, "cpu"), []
+    residency, reclaim = Residency(frames, tables), frames.reclaim
+    frames.reclaim = lambda need: (reclaimed.append(frames.now), reclaim(need))
+
+    def step(rows: list[int]) -> None:
+        residency.note_requests(set(rows), len(rows))
+        table = torch.empty((2, len(rows), 8), dtype=torch.int32)
+        residency.begin_decode(torch.tensor(rows), torch.full((len(rows),), PAGE), *table, len(rows))
+
+    residency.note_requests({1, 2, 3, 4}, 4)
+    residency.begin_in_place(torch.arange(1, 5), torch.full((4,), PAGE - 1), *torch.empty((2, 4, 8), dtype=torch.int32), [PAGE - 1] * 4)
+    reclaimed.clear()
+    for _ in range(5):
+        step([1, 2, 3, 4])
+    assert not reclaimed  # nobody has ended, so no page is without a request
+    for _ in range(5):
+        step([1, 2, 3])
+    assert reclaimed and reclaimed[0] == 7 and len(reclaimed) <= 2 and frames.counts.unserved == 2
+    assert sum(int(hand) >= 0 for hand in frames.tables.in_hand) == 1 and len(residency.taken) <= 2  # what has been counted is forgotten
+
+
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_prefixes_are_looked_up_in_the_rows_of_the_scheduler(scheduled):
     """SGLang's forward batch has its rows in a buffer that the stream of the pass fills: beside a graph it still has the graph's."""
