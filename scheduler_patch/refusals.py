@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
+from sglang.srt.environ import envs
 
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.memory_pool import host_memory
@@ -112,6 +113,10 @@ RESOLVED_RULES = (
         "--page-size {c.page_size}: SGLang insists on {s.page_size} here; use --page-size {s.page_size}, " + OFF,
     ),
     Rule(
+        lambda s, m, c: _is_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH: expected unset or 0, because every decode step begins with work that depends on the host; unset it",
+    ),
+    Rule(
         lambda s, m, c: c.page_size == 1,
         "--page-size 1: a page of one token has nothing to summarise; use --page-size 32",
     ),
@@ -198,6 +203,11 @@ def _backends(settings) -> tuple[str, str]:
     """Names of the attention backends of prefill and decoding."""
     one = settings.attention_backend
     return settings.prefill_attention_backend or one, settings.decode_attention_backend or one
+
+
+def _is_on(name: str) -> bool:
+    """Whether an environment variable of SGLang's is on; False where the release does not know it."""
+    return getattr(envs, name).get() if hasattr(envs, name) else False
 
 
 def _fp8_checkpoint(model) -> bool:

@@ -310,6 +310,16 @@ def test_what_sglang_insists_on():
         refuse(page_size=128)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_variable_with_which_a_step_would_begin_without_us_is_refused(known, monkeypatch):
+    name = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    fields = {name: SimpleNamespace(get=lambda: True)} if known else {}
+    monkeypatch.setattr(refusals, "envs", SimpleNamespace(**fields))
+    assert refusals._is_on(name) == known
+    rule = next(rule for rule in refusals.RESOLVED_RULES if rule.message.startswith(name))
+    assert rule.applies(None, None, None) == known
+
+
 @pytest.mark.parametrize(
     ("available", "ranks", "advice"),
     [
