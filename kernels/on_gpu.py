@@ -2,12 +2,13 @@
 """The Triton kernels. Each has the name and the signature of its reference; more options have a default and a keyword."""
 
 from sglang_freekv.kernels.append import append_tokens
-from sglang_freekv.kernels.attend import allocate_shares, attend_pages, attend_present, attend_rest, merge_shares
+from sglang_freekv.kernels.attend import allocate_shares, attend_pages, attend_present, attend_rest
 from sglang_freekv.kernels.checksum import checksum_pages, verify_units
 from sglang_freekv.kernels.correction import needs_correction
 from sglang_freekv.kernels.digest import digest_pages
 from sglang_freekv.kernels.fill import fill_pages
 from sglang_freekv.kernels.frames import begin_pages, forget_pages, hold_pages
+from sglang_freekv.kernels.merge import merge_shares
 from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.plan import plan_pages, plan_rest

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import Candidates, Heads, Misses, Reads, Tables, attend, plan, recall, score
+from sglang_freekv.kernels import Candidates, Heads, Misses, Reads, Tables, attend, merge, plan, recall, score
 from sglang_freekv.kernels.follow import can_follow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a Hopper")
@@ -66,7 +66,7 @@ class Correction:
         between()
         attend.attend_rest(*attending)
         between()
-        output = attend.merge_shares(*shares, self.queries.dtype)
+        output = merge.merge_shares(*shares, self.queries.dtype)
         torch.cuda.synchronize()
         return [*tables, keys, values, output]
 

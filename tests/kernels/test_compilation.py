@@ -62,7 +62,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_freekv.kernels import attend, plan, recall
+from sglang_freekv.kernels import attend, merge, plan, recall
 from sglang_freekv.kernels.select import Sizes
 
 WIDE = {"p_rows", "p_seq_lens", "p_counts"}
@@ -90,8 +90,8 @@ def first_accesses(name, kernel, **more):
 first_accesses("plan", plan._plan_pages, REST=False)
 first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64, p_stamp=None)
 first_accesses("rest", attend._attend_pages, REST=True, p_stamp=None)
-first_accesses("merge", attend._merge_shares)
-first_accesses("control", attend._merge_shares, FOLLOWS=False)
+first_accesses("merge", merge._merge_shares)
+first_accesses("control", merge._merge_shares, FOLLOWS=False)
 first_accesses("whole", attend._attend_pages, REST=False, FOLLOWS=False, p_present=None, p_weights=None, p_stamp=None)
 """
 
