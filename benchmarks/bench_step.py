@@ -75,7 +75,6 @@ class Step:
         if variant.get("resident"):  # pages share the few frames that there are
             slots, tier = store.cache.row_frames.numel(), store.cache.num_resident
             frames = slots + torch.randperm(table.numel(), device=DEVICE).view(table.shape).to(torch.int32) % tier
-            self.retrieval.resident_step = variant["resident"] == "alone"
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
             candidates = Candidates(logits, rows, self.seq_lens, table, frames, config.pages, config.page_size)
@@ -150,8 +149,7 @@ VARIANTS = {
     "programs-32": {"programs": 32},
     "copies-off": {"copies_off": True},
     "uncorrected": {"corrected": 0.0},
-    "resident": {"resident": "in a step that may recall"},
-    "resident-alone": {"resident": "alone"},
+    "resident": {"resident": True},
     "canary-sample": {"canary": 16},
     "canary-full": {"canary": 1},
     "recall-sampled": {"recall_timing": 100},

@@ -101,10 +101,7 @@ class DecodeStep:
         self.engine.verify(self.layer, self.engine.misses_now)
 
     def attend(self) -> None:
-        """Attend to the pages that are present: all of them, if all are resident."""
-        if self.engine.resident_step:
-            self.output = kernels.attend_pages(*self._attended())
-            return
+        """Attend to the pages that are present."""
         kernels.attend_present(*self._attended(), self.shares, stamp=self.engine.stamp(self.layer, ATTENTION).get("stamp"))
 
     def merge(self) -> None:

@@ -59,7 +59,6 @@ class Engine:
         units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
         self.misses_now = Misses.allocate(units, device)
         self.misses_ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
-        self.resident_step = False  # whether all pages of a decode step are resident, so that it recalls nothing
         self.clock = RecallClock(len(self.cache.layers), config.recall_timing, device) if config.recall_timing else None
 
     def complete_transfers(self, layer: int) -> None:

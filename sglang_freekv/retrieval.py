@@ -37,8 +37,7 @@ class Retrieval(Engine):
         """
         self.complete_transfers(layer)
         step = DecodeStep(self, layer, queries, keys, values, batch, scale)
-        without = schedule.RECALLING if self.resident_step else ("verify",) if self.canary is None else ()
-        schedule.run(step, self.streams, self.in_flight[layer], without)
+        schedule.run(step, self.streams, self.in_flight[layer], without=("verify",) if self.canary is None else ())
         return step.finish()
 
     def end_step(self, rows: torch.Tensor) -> None:

@@ -40,7 +40,6 @@ SCHEDULE = (
     Work("recall_ahead", TRANSFERS,  ("plan_ahead",)),
 )  # fmt: skip
 IN_FLIGHT = ("plan_ahead", "recall_ahead")  # what a step leaves; the next step of the layer comes behind it
-RECALLING = ("correct", "verify", "merge", "recall_ahead")  # what a step leaves out if all its pages are resident: it attends once
 STREAMS = {line.work: line.stream for line in SCHEDULE}
 EDGES = tuple((before, line.work) for line in SCHEDULE for before in line.behind if STREAMS.get(before) != line.stream)
 CHAINED = {line.work: line for line in SCHEDULE if line.stream != MAIN and STREAMS.get(line.behind[0], MAIN) not in (MAIN, line.stream)}
@@ -66,7 +65,7 @@ def run(step: object, streams: Streams, in_flight: list[Handle], without: Collec
             handles[line.work] = _submit(line, step, streams, in_flight)
             continue
         for before in line.behind:
-            if before in handles:
+            if STREAMS.get(before, MAIN) != MAIN:
                 handles[before].wait()
         getattr(step, line.work)()
 

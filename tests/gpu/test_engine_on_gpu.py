@@ -72,8 +72,7 @@ def test_decode_on_a_gpu_follows_the_paper(config, resident):
     engine = Engine(config, prompts=[5, 64, 99], steps=STEPS, stream=cuda_stream, device="cuda", resident=resident)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])
     assert engine.in_place or resident < 400
-    for step in range(STEPS):
-        engine.retrieval.resident_step = resident == 400 and step % 3 > 0
+    for _ in range(STEPS):
         outputs = [output.cpu() for output in engine.decode(engine.requests)]
         for layer, output in enumerate(outputs):
             for index, request in enumerate(engine.requests):
@@ -91,8 +90,6 @@ def assert_nothing_changed_in_host_memory(engine: Engine) -> None:
 class CapturedEngine(Engine):
     """Decodes by one CUDA graph of all layers, with a padding request at the end of the batch."""
 
-    resident_step = False
-
     def capture(self) -> None:
         rows, table = self._tensors(self.requests)
         size = len(self.requests) + 1
@@ -101,7 +98,6 @@ class CapturedEngine(Engine):
         self.table = torch.zeros((size, table.shape[1]), dtype=torch.int32, device="cuda")
         self.tokens = [self._padded(self.new_tokens(layer, self.requests)) for layer in range(LAYERS)]
         self.batch = DecodeBatch(self.rows, self.seq_lens, self.table, torch.full_like(self.table, -1))
-        self.retrieval.resident_step = self.resident_step
         for _ in range(2):
             self._step()
         self.graph = torch.cuda.CUDAGraph()
