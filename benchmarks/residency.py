@@ -4,15 +4,13 @@ A tick is the time in which every running row fills one page. Rows keep their pa
 of arrival, so residency never moves a start, and the optimum (Belady) knows the next use of each page.
 """
 
-import argparse
 import itertools
-import json
-from pathlib import Path
+import sys
 
 import numpy as np
 
+from benchmarks.report import Report, arguments
 from benchmarks.residency_traces import TRACES, Request
-from benchmarks.stamp import environment
 
 POLICIES = ("last use", "last use, deeper first", "last selection", "decayed use", "belady")
 NEVER = 1 << 40
@@ -28,7 +26,7 @@ def schedule(requests: list[Request], rows: int) -> list[int]:
     return starts
 
 
-class Residency:
+class Simulation:
     def __init__(self, requests, rows: int, frames: int, policy: str, batch: int = 0, thrash: int = 4, seed: int = 0):
         self.requests, self.starts = requests, schedule(requests, rows)
         self.frames, self.policy, self.batch, self.thrash = frames, policy, batch, thrash
@@ -136,26 +134,22 @@ def measure(context: int, rows: int, frames: int, requests: int, seed: int):
         trace = make(np.random.default_rng(seed), context, few)
         for batch in (0, frames // 64, frames // 16):
             for policy in POLICIES:
-                yield name, policy, batch, Residency(trace, rows, frames, policy, batch).run()
+                yield name, policy, batch, Simulation(trace, rows, frames, policy, batch).run()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = arguments(__doc__, "residency")
     for name, value in (("context", 64), ("rows", 8), ("requests", 200)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--frames", type=int, nargs="+", default=[640, 768, 1024])
     parser.add_argument("--seeds", type=int, nargs="+", default=[29, 30, 31])
-    parser.add_argument("--out", type=Path, help="a directory for residency.json")
-    args = parser.parse_args()
-    results = {}
-    for frames, seed in itertools.product(args.frames, args.seeds):
-        for trace, policy, batch, counts in measure(args.context, args.rows, frames, args.requests, seed):
-            results[f"{trace}/{policy}/frames {frames}/batch {batch}/seed {seed}"] = counts | {"run": 0}
-            print(f"{trace:17}{policy:24}{frames:5}{batch:4}{seed:4}", counts)
-    if args.out:
-        text = json.dumps({"runs": [environment()], "results": results}, indent=1)
-        (args.out / "residency.json").write_text(text + "\n")
+    options = parser.parse_args()
+    report = Report("residency", options.out)
+    for frames, seed in itertools.product(options.frames, options.seeds):
+        for trace, policy, batch, counts in measure(options.context, options.rows, frames, options.requests, seed):
+            report.add(f"{trace}/{policy}/frames {frames}/batch {batch}/seed {seed}", counts)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

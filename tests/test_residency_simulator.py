@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.residency import POLICIES, Residency, schedule
+from benchmarks.residency import POLICIES, Simulation, schedule
 from benchmarks.residency_traces import TRACES, Request
 
 # One row, four frames. The third request needs room: page 0 is asked for again, page 2 is not.
@@ -12,17 +12,17 @@ TINY = [Request(0, (0, 1), ()), Request(1, (2, 3), ()), Request(2, (4, 5), ()), 
 
 @pytest.mark.parametrize("policy, hits", [("last use", 0), ("belady", 2)])
 def test_hits_of_a_trace_worked_out_by_hand(policy, hits):
-    out = Residency(TINY, rows=1, frames=4, policy=policy).run()
+    out = Simulation(TINY, rows=1, frames=4, policy=policy).run()
     assert (out["hit pages"], out["hits resident"], out["streamed"]) == (2, hits, 2 - hits)
 
 
 def test_of_pages_used_last_in_one_pass_the_deeper_goes_first():
-    residency = Residency([Request(0, (0, 1, 2), ())], rows=1, frames=3, policy="last use, deeper first")
-    assert residency.victims(np.arange(3), 0).tolist() == [2, 1, 0]
+    simulation = Simulation([Request(0, (0, 1, 2), ())], rows=1, frames=3, policy="last use, deeper first")
+    assert simulation.victims(np.arange(3), 0).tolist() == [2, 1, 0]
 
 
 def test_running_rows_keep_their_pages_and_new_ones_find_no_frame():
-    out = Residency([Request(0, (0, 1), (2, 3))], rows=1, frames=3, policy="last use").run()
+    out = Simulation([Request(0, (0, 1), (2, 3))], rows=1, frames=3, policy="last use").run()
     assert (out["no frame"], out["given up"]) == (1, 0)
 
 
@@ -36,5 +36,5 @@ def test_requests_start_in_order_as_rows_become_free():
 @pytest.mark.parametrize("frames", [64, 96])
 def test_no_policy_finds_more_than_the_optimum(trace, frames):
     requests = TRACES[trace](np.random.default_rng(1), 16, 60)
-    hits = {p: Residency(requests, 4, frames, p).run()["hits resident"] for p in POLICIES}
+    hits = {p: Simulation(requests, 4, frames, p).run()["hits resident"] for p in POLICIES}
     assert hits["belady"] == max(hits.values())
