@@ -27,7 +27,8 @@ MAX_ANSWER_TOKENS = 16
 
 FLAGS = (
     "--model-path benchmarks/needle/model --kv-retrieval freekv --freekv-budget 512 --freekv-host-memory 1 "
-    "--max-running-requests 4 --enable-metrics --enable-cache-report"
+    "--max-running-requests 4 --enable-metrics --enable-cache-report "
+    "--freekv-resident-memory 0"  # else all pages of so small a model stay on the device, and nothing is recalled
 ).split()
 FLAGS_ON_CPU = ["--device", "cpu"]
 FLAGS_ON_GPU = ["--sampling-backend", "pytorch"]  # the default compiles CUDA code, which needs nvcc
