@@ -45,9 +45,8 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
             f"{config.page_size}; raise it, or --mem-fraction-static if device memory is short"
         )
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
-    configurator.model_config.freekv_resident = _agree(
-        sizing.frames(device_bytes, tokens, rows)
-    )  # the configurator has slots, and none for it
+    # the configurator has __slots__, and none for this
+    configurator.model_config.freekv_resident = _agree(sizing.frames(device_bytes, tokens, rows))
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=rows,

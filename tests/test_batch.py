@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from sglang_freekv.batch import AbsentPrefixes, ExtendBatch, StagedPrefixes
 
+SPANS = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(1, 40)), min_size=1, max_size=6
+)  # pages of prefix and new tokens, for each request
+
 
 @given(
-    spans=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), min_size=1, max_size=6),
+    spans=SPANS,
     page_size=st.integers(1, 17),
     spare=st.integers(0, 3),
 )
@@ -49,7 +53,7 @@ def test_the_layout_of_an_extend(spans, page_size, spare):
 
 
 @given(
-    spans=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), min_size=1, max_size=6),
+    spans=SPANS,
     page_size=st.integers(1, 17),
     seed=st.integers(0, 99),
 )
