@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.paper.decoder import Decoder, Shape
-from benchmarks.profiles import CORRECTED, MISSED
+from benchmarks.profiles import CORRECTED, LOADS, MISSED, Shares
 from benchmarks.replay import Controls, drain, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
@@ -164,6 +164,7 @@ def main() -> int:
     parser = arguments(__doc__, "bench_step", [f"{case}/{variant}" for case in CASES for variant in VARIANTS])
     parser.add_argument("--corrected", type=float, default=CORRECTED[0.8])
     parser.add_argument("--missed", type=float, default=MISSED)
+    parser.add_argument("--load", choices=LOADS, help="in the place of --corrected and --missed")
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
     parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")
@@ -175,6 +176,8 @@ def main() -> int:
     usual = (options.page_size, options.digest) == (DEFAULT_PAGE_SIZE, FreeKVConfig().digest)
     suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
+    suffix += "" if options.load is None else f"-{options.load}"
+    shares = Shares(options.corrected, options.missed) if options.load is None else LOADS[options.load].on(LAYERS)
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
     shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.plain(DTYPE))
     streams = CudaStream(DEVICE)
@@ -192,7 +195,7 @@ def main() -> int:
             with report.part(key, quiet=True):
                 controls = Controls(DEVICE)
                 candidates = context // config.page_size - config.pages.sink - config.pages.window
-                controls.set(Load(variant.get("corrected", options.corrected), options.missed, candidates, config.pages.selected))
+                controls.set(Load(variant.get("corrected", shares.corrected), shares.missed, candidates, config.pages.selected))
                 step = Step(config, model, store, controls, batch, context, options.longest, variant)
                 seconds = summary(step.time())
                 counts = step.retrieval.row_counts(step.batch.rows).sum(0).tolist()

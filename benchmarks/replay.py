@@ -3,8 +3,8 @@
 The real kernels run, so that their cost is real; then what they decided is overwritten:
 
 - the correction flags, so that a share ``corrected`` of the kv heads is corrected. The heads of one layer and step drift together: their
-  probability is drawn from a Beta distribution for each (request, layer, step), with the concentration of ``profiles.json``. That
-  profile is of one model, DeepSeek-R1-Distill-Llama-8B, and every layer gets its mean over layers;
+  probability is drawn from a Beta distribution for each (request, layer, step), with the concentration of ``profiles.json``. A load has
+  one share for every layer, the mean of DeepSeek-R1-Distill-Llama-8B, or one for each layer, as SmolLM2-135M-Instruct has them;
 - the logits of the pages, so that a share ``missed`` of the selected pages is new in each step. A page's score is a sum of three
   triangular waves of the step, with hashed phases and with hashed frequencies over eight octaves: some pages stay for long, others come and
   go. Of the pages that a step selects, the share that is selected 1, 4, 16 and 64 steps later is 0.79, 0.43, 0.21 and 0.08, for 32 of 1000
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_of
+from benchmarks.replay_load import THETAS, Load, drawn_flags, page_scores, speed_of, thetas_by_layer
 from sglang_freekv import retrieval
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Boxes, Digests, digests_of
@@ -51,9 +51,10 @@ class Controls:
     def __init__(self, device: str, path: Path | None = None) -> None:
         self.device, self.path = torch.device(device), path
         self.knobs = torch.zeros(2, dtype=torch.int32, device=device)  # on, speed
-        self.thetas = torch.zeros(THETAS, dtype=torch.float32, device=device)
+        self.thetas = torch.zeros(LAYERS, THETAS, dtype=torch.float32, device=device)
         self.steps = torch.zeros(LAYERS, ROWS, HEADS, dtype=torch.int32, device=device)
         self.layers: dict[int, int] = {}
+        self.deciding: dict[int, int] = {}
         if path is not None:
             threading.Thread(target=self._follow, name="replay-controls", daemon=True).start()
 
@@ -61,7 +62,7 @@ class Controls:
         """Change the load; steps that run now see the old one, or the new one, or some of both."""
         with torch.inference_mode():
             if load is not None:
-                self.thetas.copy_(thetas_of(load.corrected))
+                self.thetas.copy_(thetas_by_layer(load.corrected, LAYERS))
             self.knobs.copy_(torch.tensor([int(load is not None), speed_of(load) if load is not None else 0], dtype=torch.int32))
 
     def layer_of(self, tensor: torch.Tensor) -> int:
@@ -69,6 +70,10 @@ class Controls:
         layer = self.layers.setdefault(tensor.data_ptr(), len(self.layers))
         assert layer < LAYERS, f"{layer + 1} layers, expected at most {LAYERS}"
         return layer
+
+    def thetas_at(self, previous: torch.Tensor) -> torch.Tensor:
+        """``[THETAS]`` of the layer that owns ``previous``; layers are counted as they first decide whom to correct."""
+        return self.thetas[self.deciding.setdefault(previous.data_ptr(), len(self.deciding))]
 
     def _follow(self) -> None:
         applied = None
@@ -110,14 +115,15 @@ class Replay(Policy):
 
     def corrected(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         controls, layer = self.controls, self.controls.layer_of(previous)
+        thetas = controls.thetas_at(previous)
         steps = controls.steps[layer, : len(previous), :num_kv_heads]
         assert steps.shape == (len(previous), num_kv_heads), f"{len(previous)} rows of {num_kv_heads} kv heads, expected fewer"
         if queries.is_cuda:
             from benchmarks.replay_kernels import needs_correction
 
-            return needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, controls.thetas, steps, layer)
+            return needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, thetas, steps, layer)
         corrected = super().corrected(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
-        drawn = drawn_flags(rows, steps, controls.thetas, layer)
+        drawn = drawn_flags(rows, steps, thetas, layer)
         corrected = torch.where(controls.knobs[0] != 0, drawn, corrected) & (rows > 0)[:, None]
         counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))
         return corrected

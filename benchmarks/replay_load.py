@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,12 +36,12 @@ class Load(NamedTuple):
     """What to emulate.
 
     Args:
-        corrected: share of corrected kv heads, c.
+        corrected: share of corrected kv heads, c; of every layer, or of each in the order in which layers run.
         missed: share of the selected pages that the step before did not select, x.
         candidates, selected: pages to choose from, and pages chosen, at the context that is measured.
     """
 
-    corrected: float
+    corrected: float | Sequence[float]
     missed: float
     candidates: int
     selected: int
@@ -63,6 +64,14 @@ def _interpolate(x: float, xs: tuple[float, ...], ys: tuple[float, ...]) -> floa
     right = next((index for index, end in enumerate(xs) if x <= end and index), len(xs) - 1)
     (x0, x1), (y0, y1) = xs[right - 1 : right + 1], ys[right - 1 : right + 1]
     return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
+
+
+def thetas_by_layer(corrected: float | Sequence[float], layers: int) -> torch.Tensor:
+    """``[layers, THETAS]`` of a load's ``corrected``; layers behind the last that it names have the last one's."""
+    if isinstance(corrected, (int, float)):
+        return thetas_of(corrected).expand(layers, -1)
+    named = [thetas_of(share) for share in corrected]
+    return torch.stack((named + [named[-1]] * layers)[:layers])
 
 
 def thetas_of(corrected: float) -> torch.Tensor:

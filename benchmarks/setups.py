@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.needle import weights
+from benchmarks.profiles import LOADS
 from benchmarks.replay_load import Load
+from sglang_freekv.config import FreeKVConfig
 
 HERE = Path(__file__).resolve().parent
 SHAPES = tuple(sorted(path.stem for path in (HERE / "shapes").glob("*.json")))
@@ -56,10 +59,15 @@ class Setup:
         """Pages of sink and window together, by FreeKV's defaults."""
         return 2 * (min(512, self.budget // 4) // self.page_size)
 
-    def load(self, corrected: float, missed: float, tokens: int) -> Load:
+    def load(self, corrected: float | Sequence[float], missed: float, tokens: int) -> Load:
         """A load for contexts of ``tokens``."""
         candidates = tokens // self.page_size - self.edge_pages
         return Load(corrected, missed, candidates, self.budget // self.page_size - self.edge_pages)
+
+    def named_load(self, name: str, tokens: int) -> Load:
+        """A load of ``LOADS``, on the layers that FreeKV compresses by default."""
+        shares = LOADS[name].on(self.config["num_hidden_layers"] - len(FreeKVConfig().dense_layers))
+        return self.load(*shares, tokens)
 
     def flags(self, system: str, directory: Path) -> dict:
         """Command line of ``system``; ``directory`` receives the model's config."""

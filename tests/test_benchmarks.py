@@ -18,6 +18,7 @@ from benchmarks import replay, replay_kernels, replay_load, report, start
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report
+from benchmarks.setups import Setup
 from benchmarks.stamp import code_of
 from engine import Engine
 from sglang_freekv import policy, retrieval
@@ -74,6 +75,23 @@ def test_an_engine_does_what_the_load_says(controls):
     engine.retrieval.cache.check_integrity()
 
 
+def test_layers_are_corrected_as_often_as_each_was_measured(controls):
+    shares = (0.9, 0.1, 0.5)
+    controls.set(Load(shares, 0.0, candidates=150, selected=32))
+    engine = Engine(TIGHT, prompts=[160, 160], steps=60, stream=InlineStream)
+    told, decide = [[], [], []], Replay.corrected
+
+    def listen(policy, queries, rows, previous, *others):
+        flags = decide(policy, queries, rows, previous, *others)
+        told[[cache.previous_queries.data_ptr() for cache in engine.retrieval.cache.layers].index(previous.data_ptr())].append(flags)
+        return flags
+
+    with mock.patch.object(Replay, "corrected", listen):
+        engine.run(steps=60)
+    found = [torch.stack(flags).float().mean() for flags in told]
+    assert all(abs(got - wanted) < 0.15 for got, wanted in zip(found, shares)), found
+
+
 def test_without_a_load_it_is_freekv(controls):
     replayed = Engine(TIGHT, prompts=[100, 60], steps=12, stream=InlineStream)
     with mock.patch.dict(policy.POLICIES, freekv=policy.policy_of):
@@ -98,7 +116,7 @@ def test_copies_off_counts_and_copies_nothing(monkeypatch):
 def test_a_control_file_takes_effect(tmp_path):
     path = tmp_path / "control.json"
     controls = Controls("cpu", path)
-    for version, load in enumerate([Load(0.13, 0.21, 1000, 32), None], 1):
+    for version, load in enumerate([Load((0.13, 0.5), 0.21, 1000, 32), None], 1):
         replay.write_whole(path, json.dumps({"version": version, "load": load}))
         deadline = time.monotonic() + 10
         while not (applied := path.with_suffix(".applied")).exists() or applied.read_text() != str(version):
@@ -118,7 +136,7 @@ def test_the_kernels_are_their_twins(load, layer):
     queries, previous = torch.randn(4, H * G, D, device=DEVICE), torch.randn(R, H * G, D, device=DEVICE)
     steps, counts = torch.randint(9, (R, H), dtype=torch.int32, device=DEVICE), torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
     expected = [each.clone().cpu() for each in (previous, counts, steps)]
-    corrected = replay_kernels.needs_correction(queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas, steps, layer)
+    corrected = replay_kernels.needs_correction(queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas[0], steps, layer)
 
     twins = Controls("cpu")
     twins.set(load)
@@ -341,7 +359,13 @@ def test_the_replay_emulates_the_profile_that_is_committed():
     assert sum(heads * share for heads, share in enumerate(counts)) / 8 == pytest.approx(profile["corrected_kv_heads"]["0.9"], abs=0.002)
     measured = tuple((int(tokens), share) for tokens, share in profile["missed_pages_by_context"].items())
     assert profiles.MISSED == round(profile["missed_pages"], 2) and profiles.MISSED_BY_CONTEXT[2:] == measured
-    assert all(len(by_layer) == 29 for by_layer in profiles.PROFILES["smollm2-135m-instruct"]["corrected_by_layer"].values())
+    by_layer = profiles.LOADS["tau-0.9-by-layer"]
+    assert len(by_layer.corrected) == 29 and by_layer.missed == 0.175 and by_layer.on(29) == by_layer
+    wider = by_layer.on(31).corrected
+    assert (wider[0], wider[-1]) == (0.974, 0.74) and wider[15] == by_layer.corrected[14] and len(wider) == 31
+    assert sum(wider) / 31 == pytest.approx(profiles.PROFILES[profiles.BY_LAYER]["corrected_kv_heads"]["0.9"], abs=0.01)
+    assert profiles.LOADS[profiles.USUAL] == profiles.LOADS[profiles.USUAL].on(31) == (0.13, 0.21)
+    assert len(Setup().named_load("tau-0.9-by-layer", 32768).corrected) == 31
 
 
 def test_time_per_token_is_that_of_the_common_window():
