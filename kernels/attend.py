@@ -111,12 +111,15 @@ def _launch(
         keys,
         values,
         seq_lens,
-        *reads,
+        reads.frames,
+        reads.pages,
+        reads.present,
         *into,
         stamp,
         queries.stride(0),
         queries.stride(1),
         reads.frames.shape[2],
+        reads.frames.shape[2] if reads.budget is None else reads.budget,
         1 if weights is None else weights.shape[2],
         scale * math.log2(math.e),
         REST=rest,
@@ -133,7 +136,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=("A", "N"))
+@triton.jit(do_not_specialize=("A", "BUDGET", "N"))
 def _attend_pages(
     p_queries,  # [B, Hq, D]
     p_keys,  # [F, S, H, D]
@@ -148,6 +151,7 @@ def _attend_pages(
     stride_b,
     stride_h,
     A,
+    BUDGET,
     N,
     scale,
     REST: tl.constexpr,
@@ -177,7 +181,7 @@ def _attend_pages(
     seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
     o_q = i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :]
     b_q = tl.load(p_queries + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0).to(p_keys.dtype.element_ty)
-    first, last, end = _tokens_of(i_n, splits, present, seq_len, A, REST, S, BLOCK_T)
+    first, last, end = _tokens_of(i_n, splits, present, seq_len, A, BUDGET, REST, S, BLOCK_T)
     if REST:
         if first >= end:
             tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
@@ -197,9 +201,10 @@ def _attend_pages(
 
 
 @triton.jit
-def _tokens_of(i_n, splits, present, seq_len, A, REST: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr):
+def _tokens_of(i_n, splits, present, seq_len, A, BUDGET, REST: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr):
     """The first and the last token of split ``i_n`` of the present pages, or of the rest, in whole tiles."""
-    tokens = S * tl.minimum(tl.cdiv(seq_len, S), A)
+    num_pages = tl.cdiv(seq_len, S)
+    tokens = S * tl.where(num_pages <= A, num_pages, BUDGET)
     begin, end = 0, tl.minimum(present * S, tokens)
     if REST:
         begin, end = end, tokens

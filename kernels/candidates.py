@@ -22,7 +22,7 @@ class Candidates(NamedTuple):
         page_table: ``[B, P]`` logical page -> host page.
         frames: ``[B, P]`` int32 frame of each logical page, -1 for an absent one. A page that the next token begins has one if its row
             has a frame in hand.
-        budget: pages of the sink, to choose, and of the window.
+        budget: pages of the sink, to choose, and of the window, in contexts that are not attended to in full.
         page_size: S.
         pooling: how the logits of a group become the weight by which its kv head selects, as in ``reference.select_pages``.
     """
@@ -47,7 +47,8 @@ class Tables(NamedTuple):
 
     Args:
         slot_pages: ``[R, H, C]`` int32 logical page in each slot, -1 for an empty one.
-        attended: ``[R, H, A]`` int32 pages to attend to, then -1. A slot for a page in a slot, ``-2 - page`` for one that is resident.
+        attended: ``[R, H, A]`` int32 pages to attend to, then -1. A slot for a page in a slot, ``-2 - page`` for one that is resident. A is
+            at least the budget. A context of at most A pages is attended to in full.
         row_frames: ``[R, C]`` int32 frame of each slot.
     """
 

@@ -14,23 +14,23 @@ from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, weigh_and
 
 
 @triton.jit
-def choose(p_group, p_scratch, num_pages, P, SIZES: tl.constexpr, POOLING: tl.constexpr):
-    """Note the chosen candidates, and return how many they are."""
+def choose(p_group, p_scratch, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr):
+    """Note the chosen candidates, ``most`` at most, and return how many they are."""
     num_candidates = num_pages - SIZES.WINDOW - SIZES.SINK
     if num_candidates <= SIZES.P_FEW:
-        _choose_among(p_group, p_scratch, num_pages, P, SIZES, POOLING, SIZES.P_FEW)
+        _choose_among(p_group, p_scratch, num_pages, P, most, SIZES, POOLING, SIZES.P_FEW)
     elif num_candidates <= SIZES.P_MANY:
-        _choose_among(p_group, p_scratch, num_pages, P, SIZES, POOLING, SIZES.P_MANY)
+        _choose_among(p_group, p_scratch, num_pages, P, most, SIZES, POOLING, SIZES.P_MANY)
     else:
-        _choose_among(p_group, p_scratch, num_pages, P, SIZES, POOLING, SIZES.P_BLOCK)
-    return tl.minimum(tl.maximum(num_candidates, 0), SIZES.SELECTED)
+        _choose_among(p_group, p_scratch, num_pages, P, most, SIZES, POOLING, SIZES.P_BLOCK)
+    return tl.minimum(tl.maximum(num_candidates, 0), most)
 
 
 @triton.jit
-def _choose_among(p_group, p_scratch, num_pages, P, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
+def _choose_among(p_group, p_scratch, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
     """Note the chosen candidates in ascending order, and the weights of all candidates."""
     o_p = SIZES.SINK + tl.arange(0, P_BLOCK)
-    b_weight, m_chosen = weigh_and_choose(p_group, SIZES.SINK, num_pages, P, SIZES, POOLING, P_BLOCK)
+    b_weight, m_chosen = weigh_and_choose(p_group, SIZES.SINK, num_pages, P, most, SIZES, POOLING, P_BLOCK)
     b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
     tl.store(p_scratch + P + b_rank, o_p, mask=m_chosen)
     tl.store(p_scratch + o_p, b_weight, mask=b_weight != EXCLUDED)
@@ -38,21 +38,33 @@ def _choose_among(p_group, p_scratch, num_pages, P, SIZES: tl.constexpr, POOLING
 
 @triton.jit
 def choose_held(p_chosen, p_reads, num_pages, A_PART: tl.constexpr, SIZES: tl.constexpr):
-    """Note, in ascending order, the pages between sink and window that ``_read_held`` has read, and return how many they are."""
+    """Note, in ascending order, the pages between sink and window that ``_read_held`` has read, and return how many they are.
+
+    The context has more than A pages, so it has read the budget.
+    """
     _, p_pages, _ = p_reads
     tl.debug_barrier()
     first_of_window = tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK)
-    o_a, num_chosen = tl.arange(0, SIZES.A_BLOCK), 0
-    b_other = tl.load(p_pages + o_a, mask=o_a < SIZES.A, other=-1)
+    o_a, num_chosen = tl.arange(0, SIZES.BUDGET_BLOCK), 0
+    b_other = tl.load(p_pages + o_a, mask=o_a < SIZES.BUDGET, other=-1)
     b_other = tl.where((b_other >= SIZES.SINK) & (b_other < first_of_window), b_other, 2**30)
-    for first in range(0, SIZES.A, A_PART):
+    for first in range(0, SIZES.BUDGET, A_PART):
         o_q = first + tl.arange(0, A_PART)
-        b_page = tl.load(p_pages + o_q, mask=o_q < SIZES.A, other=-1)
+        b_page = tl.load(p_pages + o_q, mask=o_q < SIZES.BUDGET, other=-1)
         m_chosen = (b_page >= SIZES.SINK) & (b_page < first_of_window)
         b_rank = tl.sum((b_other[None, :] < b_page[:, None]).to(tl.int32), 1)
         tl.store(p_chosen + b_rank, b_page, mask=m_chosen)
         num_chosen += tl.sum(m_chosen.to(tl.int32), 0)
     return num_chosen
+
+
+@triton.jit
+def required(num_chosen, SIZES: tl.constexpr):
+    """Sink, chosen pages and window, of which a short context has fewer."""
+    number = SIZES.A
+    if SIZES.A > SIZES.BUDGET:
+        number = SIZES.SINK + num_chosen + SIZES.WINDOW
+    return number
 
 
 @triton.jit
@@ -68,7 +80,7 @@ def diff(p_scratch, p_lists, b_page, num_chosen, num_pages, begun, P, A_PART: tl
     first_of_window = tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK)
     m_kept = tl.arange(0, SIZES.C_BLOCK) < 0
     num_resident, num_missing, num_recalled = 0, 0, 0
-    for first in range(0, SIZES.A, A_PART):
+    for first in range(0, required(num_chosen, SIZES), A_PART):
         o_q = first + tl.arange(0, A_PART)
         m_chosen = (o_q >= SIZES.SINK) & (o_q < SIZES.SINK + num_chosen)
         b_wanted = tl.load(p_chosen + o_q - SIZES.SINK, mask=m_chosen, other=0)
@@ -136,10 +148,10 @@ def _note_reads(now_reads, b_rank, b_frame, b_page, mask):
 
 
 @triton.jit
-def publish(p_list, now_reads, b_rank, m_required, b_frame, b_page, num_pages, num_present, SIZES: tl.constexpr):
-    """Write which slots to attend to behind the resident pages, kept ones first."""
+def publish(p_list, now_reads, b_rank, m_required, b_frame, b_page, num_listed, num_present, SIZES: tl.constexpr):
+    """Write which slots to attend to behind the resident pages, kept ones first; ``num_listed`` pages in all."""
     o_c, o_a = tl.arange(0, SIZES.C_BLOCK), tl.arange(0, SIZES.A_BLOCK)
-    m_listed, m_none = m_required & (b_rank < SIZES.A), (o_a >= tl.minimum(num_pages, SIZES.A)) & (o_a < SIZES.A)
+    m_listed, m_none = m_required & (b_rank < SIZES.A), (o_a >= num_listed) & (o_a < SIZES.A)
     tl.store(p_list + b_rank, o_c, mask=m_listed)
     tl.store(p_list + o_a, -1, mask=m_none)
     _note_reads(now_reads, b_rank, b_frame, b_page, m_listed)

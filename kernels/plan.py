@@ -12,9 +12,9 @@ from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
-from sglang_freekv.kernels.placement import choose, choose_held, diff, evict, list_misses, publish
+from sglang_freekv.kernels.placement import choose, choose_held, diff, evict, list_misses, publish, required
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.select import launch_of, sizes_of
+from sglang_freekv.kernels.select import launch_of, most_to_choose, sizes_of
 
 HITS, RECALLED = tl.constexpr(reference.HITS), tl.constexpr(reference.RECALLED)
 COMPARED = 16384  # (page, slot) pairs compared at once: at most 128 for each thread of the narrowest kernel, which has 4 warps
@@ -35,7 +35,7 @@ def plan_pages(
 
     The units of a list of misses come in no particular order. Units beyond its capacity are lost, though its length counts them.
     """
-    assert all(x is not None and x.is_contiguous() for x in reads)
+    assert all(x is not None and x.is_contiguous() for x in reads[:3])
     _launch(candidates, heads, tables, reads, (misses_now, misses_ahead), counts, ahead_first)
 
 
@@ -70,7 +70,7 @@ def _launch(
         *heads,
         *tables,
         notes,
-        *(reads or (None, None, None)),
+        *(reads[:3] if reads else (None, None, None)),
         now.length,
         now.host_pages,
         now.heads,
@@ -85,7 +85,7 @@ def _launch(
         ahead.host_pages.shape[0],
         AHEAD_FIRST=ahead_first,
         REST=reads is None,
-        A_PART=max(1, min(sizes.A_BLOCK, COMPARED // sizes.C_BLOCK)),
+        A_PART=max(1, min(sizes.BUDGET_BLOCK, COMPARED // sizes.C_BLOCK)),
         SIZES=sizes,
         POOLING=candidates.pooling,
         **launch_of(sizes),
@@ -181,9 +181,9 @@ def _plan_head(
     o_c = tl.arange(0, SIZES.C_BLOCK)
     b_page = tl.load(p_table + o_c, mask=o_c < SIZES.C, other=-1)
     b_frame = tl.load(p_row_frames + o_c, mask=o_c < SIZES.C, other=-1)
-    num_chosen = choose(p_group, p_scratch, num_pages, P, SIZES, POOLING)
+    num_chosen = choose(p_group, p_scratch, num_pages, P, most_to_choose(p_frames, num_pages, P, SIZES), SIZES, POOLING)
     if not REST:
-        if lost != 0:
+        if (lost != 0) & (num_pages > SIZES.A):
             num_chosen = choose_held(p_scratch + P, p_reads, num_pages, A_PART, SIZES)
     now_reads = p_reads, corrected | lost
     p_lists = p_list, p_frames, now_reads
@@ -202,7 +202,8 @@ def _plan_head(
         tl.atomic_add(p_counts + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
     num_present = num_resident + num_kept
     m_slots, b_in_slot = m_kept | m_victim, tl.where(m_kept, b_page, b_incoming)
-    publish(p_list, now_reads, num_resident + b_rank, m_slots, b_frame, b_in_slot, num_pages, num_present, SIZES)
+    num_listed = tl.minimum(num_pages, required(num_chosen, SIZES))
+    publish(p_list, now_reads, num_resident + b_rank, m_slots, b_frame, b_in_slot, num_listed, num_present, SIZES)
     if corrected != more:  # the first selection of this kv head in the step
         tl.atomic_add(p_counts + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 

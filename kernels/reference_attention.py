@@ -112,7 +112,7 @@ def _attend(
     weights: torch.Tensor | None = None,
 ) -> None:
     """Attend for the kv heads with a slot in ``reads``; write ``result [B, Hq, D]`` and ``weights [B, Hq]``, as in ``Shares``."""
-    (frames, pages, _), (page_size, num_kv_heads) = reads, keys.shape[1:3]
+    (frames, pages, *_), (page_size, num_kv_heads) = reads, keys.shape[1:3]
     b, h = (frames >= 0).any(-1).nonzero(as_tuple=True)
     if not len(b):
         return

@@ -47,6 +47,7 @@ def select_pages(
     num_kv_heads: int,
     page_size: int,
     pooling: Pooling = "softmax-mean",
+    most: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weigh the candidate pages of every kv head and choose the heaviest; of two equal pages the earlier one.
 
@@ -60,6 +61,7 @@ def select_pages(
         pooling: the weight of a page. "softmax-mean" is the softmax over the candidates, averaged over the group (paper section 3.2). It
             stays in logarithms, because far pages would underflow to ties. "mean" and "max" take the group's logits as they are. A logit
             that overflowed does not count.
+        most: ``[B]`` how many candidates to choose at most. None means those of ``budget``.
 
     Returns:
         ``(weights, order, required)``, each ``[B, H, P]``: float32 weights, -inf unless a page is a candidate; int64 pages from heavy to
@@ -73,8 +75,20 @@ def select_pages(
     grouped = logits.unflatten(1, (num_kv_heads, -1)).masked_fill(~candidate[:, None], float("-inf"))
     weights = _pool(grouped, pooling).masked_fill(~candidate, float("-inf"))
     order = weights.sort(dim=-1, descending=True, stable=True).indices
-    chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order[..., : budget.selected], True) & candidate
+    wanted = pages < (budget.selected if most is None else most[:, None, None])
+    chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, wanted.expand_as(order)) & candidate
     return weights, order, chosen | fixed[:, None]
+
+
+def most_to_choose(candidates: Candidates, tables: Tables, tokens: torch.Tensor) -> torch.Tensor:
+    """``[B]`` how many candidates a kv head chooses at most in contexts of ``tokens [B]``.
+
+    A context of at most A pages is attended to in full. If more of its pages are absent than a row has slots, it chooses as a longer one.
+    """
+    num_pages, pages = -(-tokens // candidates.page_size), torch.arange(candidates.frames.shape[1], device=tokens.device)
+    absent = ((candidates.frames < 0) & (pages < num_pages[:, None])).sum(1)
+    in_full = (num_pages <= tables.attended.shape[2]) & (absent <= tables.slot_pages.shape[2])
+    return torch.where(in_full, num_pages, candidates.budget.selected)
 
 
 def seed_slots(candidates: Candidates, tables: Tables) -> None:
@@ -87,8 +101,8 @@ def seed_slots(candidates: Candidates, tables: Tables) -> None:
             then -1.
     """
     (slot_pages, attended, _), rows, budget = tables, candidates.rows, candidates.budget
-    num_kv_heads, capacity = slot_pages.shape[1:]
-    weights, order, required = _select(candidates, candidates.seq_lens + 1, num_kv_heads)
+    capacity = slot_pages.shape[2]
+    weights, order, required = _select(candidates, tables, candidates.seq_lens + 1)
     extra = budget.selected + capacity - budget.total
     resident = (candidates.frames >= 0)[:, None]
     in_slots = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf"))) & ~resident
@@ -115,7 +129,8 @@ def plan_pages(
     A resident page is read in its frame. Every other selected page gets a slot, and keeps one that it has. Empty slots are taken first,
     then the slots of the lightest pages that are not required. The missing pages are put into these slots in ascending order.
 
-    A page of the last selection may have become absent since. Its kv head is *lost*: the page is missing, and recalled for this step.
+    A page of the last selection may have become absent since. Its kv head is *lost*: the page is missing, and recalled for this step. In a
+    context of at most A pages it selects again, because more pages than slots may have become absent.
 
     Args:
         candidates: a corrected kv head selects among the candidates of ``seq_lens`` tokens. A selection for the next step is among those
@@ -164,9 +179,11 @@ def plan_rest(
     _select_for((candidates.rows > 0)[:, None] & wanted, 1, candidates, heads.corrected, tables, misses_ahead, counts)
 
 
-def _select(candidates: Candidates, tokens: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _select(candidates: Candidates, tables: Tables, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`select_pages` among ``candidates`` as if the contexts had ``tokens [B]``."""
-    return select_pages(candidates.logits, tokens, candidates.budget, num_kv_heads, candidates.page_size, candidates.pooling)
+    most = most_to_choose(candidates, tables, tokens)
+    where = candidates.budget, tables.slot_pages.shape[1], candidates.page_size, candidates.pooling
+    return select_pages(candidates.logits, tokens, *where, most)
 
 
 def _select_for(
@@ -182,15 +199,17 @@ def _select_for(
 ) -> torch.Tensor:
     """Select for the kv heads of ``whose [B, H]`` with ``more`` tokens of context, and give slots to what is absent.
 
-    With ``held [B, H, A]`` those pages are selected. Returns ``[N]`` int32, how many of the pages of each kv head were on the device.
+    With ``held [B, H, A]`` a context of more than A pages selects those. Returns ``[N]`` int32, how many of the pages of each kv head were on the device.
     """
     heads = b, h = whose.nonzero(as_tuple=True)
     (slot_pages, attended, row_frames), budget, page_size = tables, candidates.budget, candidates.page_size
     rows, seq_lens, tokens, capacity = candidates.rows, candidates.seq_lens, candidates.seq_lens + more, slot_pages.shape[2]
-    weights, _, required = (x[heads] for x in _select(candidates, tokens, slot_pages.shape[1]))
+    num_pages = -(-tokens[b] // page_size)
+    weights, _, required = (x[heads] for x in _select(candidates, tables, tokens))
     if held is not None:
         marked = torch.zeros(*required.shape[:-1], required.shape[1] + 1, dtype=torch.bool, device=b.device)  # the last: no page
-        required = marked.scatter_(1, held[heads].where(held[heads] >= 0, required.shape[1]).long(), True)[:, :-1]
+        marked.scatter_(1, held[heads].where(held[heads] >= 0, required.shape[1]).long(), True)
+        required = marked[:, :-1].where((num_pages > attended.shape[2])[:, None], required)
     resident = candidates.frames[b] >= 0
     table = slot_pages[rows[b], h].long()
     page = table.clamp(0, required.shape[1] - 1)
@@ -212,7 +231,8 @@ def _select_for(
     i, slot = recalled.nonzero(as_tuple=True)
     misses.extend(candidates.page_table[b[i], incoming[i, slot].long()], h[i], row_frames[rows[b[i]], slot])
 
-    chosen = (-(-tokens[b] // page_size) - budget.window - budget.sink).clamp(0, budget.selected)
+    most = most_to_choose(candidates, tables, tokens)[b]
+    chosen = torch.minimum((num_pages - budget.window - budget.sink).clamp(min=0), most)
     counts[:, RECALLED].index_add_(0, rows[b].long(), recalled.sum(1))
     counts[:, HITS].index_add_(0, rows[b].long(), (chosen - recalled.sum(1)) * (corrected[heads] != bool(more)))
     return (read_in_frames.sum(1) + kept.sum(1)).to(torch.int32)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.candidates import Candidates, Tables
-from sglang_freekv.kernels.select import heaviest, launch_of, sizes_of, weigh_and_choose
+from sglang_freekv.kernels.select import heaviest, launch_of, most_to_choose, sizes_of, weigh_and_choose
 
 
 def seed_slots(candidates: Candidates, tables: Tables) -> None:
@@ -72,7 +72,7 @@ def _seed(
     P_BLOCK: tl.constexpr,
 ):
     """Seed one kv head of a row."""
-    b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, SIZES, POOLING, P_BLOCK)
+    b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, most_to_choose(p_frames, num_pages, P, SIZES), SIZES, POOLING, P_BLOCK)
     o_p = tl.arange(0, P_BLOCK)
     m_fixed = (o_p < tl.minimum(num_pages, P)) & ((o_p < SIZES.SINK) | (o_p >= num_pages - SIZES.WINDOW))
     m_required = m_chosen | m_fixed

@@ -30,9 +30,11 @@ class Sizes(NamedTuple):
     S: int
     C: int
     A: int
+    BUDGET: int  # pages that a context of more than A pages attends to; A if no context attends to more
     G_BLOCK: int
     C_BLOCK: int
     A_BLOCK: int
+    BUDGET_BLOCK: int
     P_FEW: int  # a context with at most so many candidates takes the shortest path
     P_MANY: int  # and one with at most so many a path in between
     P_BLOCK: int
@@ -50,9 +52,11 @@ def sizes_of(candidates: Candidates, tables: Tables) -> Sizes:
         S=candidates.page_size,
         C=capacity,
         A=num_attended,
+        BUDGET=candidates.budget.total,
         G_BLOCK=triton.next_power_of_2(group),
         C_BLOCK=triton.next_power_of_2(capacity),
         A_BLOCK=triton.next_power_of_2(num_attended),
+        BUDGET_BLOCK=triton.next_power_of_2(candidates.budget.total),
         P_FEW=min(block, BLOCKS[0]),
         P_MANY=min(block, BLOCKS[1]),
         P_BLOCK=block,
@@ -69,8 +73,20 @@ def launch_of(sizes: Sizes) -> dict[str, int | None]:
 
 
 @triton.jit
-def weigh_and_choose(p_logits, first, num_pages, P, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
-    """Weights of the pages from ``first`` on, and a mask of the chosen ones, from ``p_logits [G, P]``.
+def most_to_choose(p_frames, num_pages, P, SIZES: tl.constexpr):
+    """As reference_plan.most_to_choose, for one context with ``p_frames [P]``."""
+    most = SIZES.SELECTED
+    if SIZES.A > SIZES.BUDGET:
+        o_a = tl.arange(0, SIZES.A_BLOCK)
+        b_frame = tl.load(p_frames + o_a, mask=o_a < tl.minimum(num_pages, P), other=0)
+        absent = tl.sum((b_frame < 0).to(tl.int32), 0)
+        most = tl.where((num_pages <= SIZES.A) & (absent <= SIZES.C), SIZES.A, SIZES.SELECTED)
+    return most
+
+
+@triton.jit
+def weigh_and_choose(p_logits, first, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
+    """Weights of the pages from ``first`` on, and a mask of the ``most`` chosen ones, from ``p_logits [G, P]``.
 
     The weights are those of reference.select_pages as integers in the same order, without a term that all pages share.
     """
@@ -83,7 +99,7 @@ def weigh_and_choose(p_logits, first, num_pages, P, SIZES: tl.constexpr, POOLING
     b_bits = b_weight.to(tl.int32, bitcast=True)
     b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
     free = tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0)
-    return b_order, heaviest(b_order, free, SIZES.SELECTED)
+    return b_order, heaviest(b_order, free, most)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class LayerCache:
 
 
 class Slots(NamedTuple):
-    """R rows, the padding row included; C slots of a row; A pages that one step attends to; frames for resident pages."""
+    """R rows, the padding row included; C slots of a row; A pages that one step attends to at most; frames for resident pages."""
 
     rows: int
     per_row: int

@@ -94,8 +94,8 @@ class Sizing:
         """Bytes of one request: slots, tables, previous queries, misses, SGLang's row of token slots, and the scores of a step."""
         shape, config = self.shape, self.config
         kv = config.cache_tokens * shape.layer_token_bytes
-        tables = 4 * shape.kv_heads * (config.cache_pages + config.pages.total)
-        misses = 12 * shape.kv_heads * config.pages.total
+        tables = 4 * shape.kv_heads * (config.cache_pages + config.attended_pages)
+        misses = 12 * shape.kv_heads * min(config.attended_pages, config.cache_pages)
         queries = shape.query_heads * shape.head_dim * shape.format.compute.itemsize
         pages = self.context_len // config.page_size
         scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the plan's scratch

@@ -66,7 +66,7 @@ class Store:
         host = HostPool(layers, num_pages, (heads, 2, size, dim), storage, pin, config.host_layout)
         every = CANARIES[config.canary]
         canary = Canary(layers, num_pages, heads, size, every, device) if every else None
-        slots = Slots(num_rows + 1, config.cache_pages, config.pages.total, num_resident)
+        slots = Slots(num_rows + 1, config.cache_pages, config.attended_pages, num_resident)
         lent, cache = slots.rows * slots.per_row, DeviceCache(shape, size, slots, device)
         return cls(
             host=host,

@@ -65,6 +65,7 @@ class FreeKVConfig:
             default.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget. A page beyond the
             budget needs no recall if it is selected again. None becomes the budget.
+        dense_below_tokens: a context of at most so many tokens is attended to in full, if its absent pages fit the device cache.
         dense_layers: layers that keep all their KV on the device and use stock attention.
         host_memory_gib: GiB of host memory for the host pool of one rank. None becomes a share of the available memory.
         resident_memory_gib: GiB of device memory of one rank for resident pages, which need no recall. None becomes what is left.
@@ -86,6 +87,7 @@ class FreeKVConfig:
     digest: str | None = None
     pooling: str | None = None
     device_cache_tokens: int | None = None
+    dense_below_tokens: int = 0
     dense_layers: tuple[int, ...] = (0,)
     host_memory_gib: float | None = None
     resident_memory_gib: float | None = None
@@ -101,6 +103,7 @@ class FreeKVConfig:
         self._take_defaults_of_method()
         self._check_whole_pages()
         self._check_parts_of_budget()
+        self._check_dense_below()
         self._check_choices()
         self._check_tau()
         self._check_recall_timing()
@@ -131,8 +134,8 @@ class FreeKVConfig:
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
         edge = MOST_SLOTS // 4  # twice the sum of sink and window then fits MOST_SLOTS
-        for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge)):
-            tokens = getattr(self, f"{name}_tokens")
+        for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge), ("dense-below", 0, MOST_SLOTS)):
+            tokens = getattr(self, f"{name.replace('-', '_')}_tokens")
             if tokens < 0 or tokens % self.page_size:
                 nearest = min(most, max(least, _nearest(tokens, self.page_size))) * self.page_size
                 raise Refusal(
@@ -144,6 +147,7 @@ class FreeKVConfig:
             ("window", self.window_tokens, edge),
             ("budget", self.budget_tokens, MOST_SLOTS),
             ("device-cache", self.cache_tokens, MOST_SLOTS),
+            ("dense-below", self.dense_below_tokens, MOST_SLOTS),
         ):
             if tokens > most * self.page_size:
                 raise Refusal(
@@ -168,6 +172,14 @@ class FreeKVConfig:
             raise Refusal(
                 f"--freekv-device-cache {self.device_cache_tokens}: expected a multiple of --page-size {self.page_size}, and at least "
                 f"--freekv-budget {self.budget_tokens}; use --freekv-device-cache {nearest}"
+            )
+
+    def _check_dense_below(self) -> None:
+        if self.resident_memory_gib == 0 and self.dense_below_tokens > self.cache_tokens:
+            raise Refusal(
+                f"--freekv-dense-below {self.dense_below_tokens}: expected at most --freekv-device-cache {self.cache_tokens} with "
+                f"--freekv-resident-memory 0, because every page needs a slot; use --freekv-dense-below {self.cache_tokens}, "
+                f"--freekv-device-cache {self.dense_below_tokens}, or leave --freekv-resident-memory out"
             )
 
     def _check_choices(self) -> None:
@@ -210,6 +222,11 @@ class FreeKVConfig:
     def cache_pages(self) -> int:
         """C, the slots of a row."""
         return self.cache_tokens // self.page_size
+
+    @property
+    def attended_pages(self) -> int:
+        """A, the pages that one step attends to at most: the budget, or a context that is attended to in full."""
+        return max(self.pages.total, self.dense_below_tokens // self.page_size)
 
 
 def _nearest(tokens: int, page_size: int) -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sglang_freekv import kernels
@@ -76,16 +78,17 @@ class DecodeStep:
     def compare(self) -> None:
         """Find the kv heads whose queries are unlike their last ones."""
         engine, cache = self.engine, self.cache
-        heads, attended = engine.cache.num_kv_heads, engine.cache.num_attended
+        heads, attended, budget = engine.cache.num_kv_heads, engine.cache.num_attended, engine.config.pages.total
         corrected = engine.policy.corrected(self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
         self.heads = Heads(corrected, torch.empty_like(corrected))
-        self.reads = Reads.allocate(len(corrected), heads, attended, corrected.device)
+        self.reads = Reads.allocate(len(corrected), heads, attended, corrected.device, budget)
         self.shares = kernels.allocate_shares(self.queries, cache.keys, self.reads)
 
     def plan(self) -> None:
         """Write down what this step attends to. Kv heads that are not corrected plan ahead too, with ``plans_ahead_first``."""
         engine, logits = self.engine, self.candidates.logits
-        adjusted = engine.policy.adjust(self.layer, logits, self.heads.corrected, lambda: engine.held(self.layer, self.batch))
+        standing = partial(engine.standing, self.layer, self.batch, logits)
+        adjusted = engine.policy.adjust(self.layer, logits, self.heads.corrected, standing)
         self.candidates = self.candidates._replace(logits=adjusted)
         misses = engine.misses_now, engine.misses_ahead[self.layer]
         kernels.plan_pages(self.candidates, self.heads, self.cache.tables, self.reads, *misses, engine.counts, ahead_first=self.ahead_first)

@@ -56,7 +56,7 @@ class Engine:
         device = self.cache.layers[0].keys.device
         self.in_flight: list[list[Handle]] = [[] for _ in self.cache.layers]
         self.counts = torch.zeros(self.cache.num_rows, 3, dtype=torch.int64, device=device)
-        units = self.cache.num_rows * self.cache.num_kv_heads * self.cache.num_attended
+        units = self.cache.num_rows * self.cache.num_kv_heads * min(self.cache.num_attended, self.cache.num_slots)
         self.misses_now = Misses.allocate(units, device)
         self.misses_ahead = [Misses.allocate(units, device) for _ in self.cache.layers]  # a plan fills one while a recall empties another
         self.clock = RecallClock(len(self.cache.layers), config.recall_timing, device) if config.recall_timing else None
@@ -86,11 +86,17 @@ class Engine:
         where = batch.rows, batch.seq_lens, batch.page_table, batch.frames
         return Candidates(logits, *where, config.pages, config.page_size, self.policy.pooling)
 
-    def held(self, layer: int, batch: DecodeBatch) -> torch.Tensor:
-        """``[B, H, P]`` bool: the pages that each kv head attends to by the tables."""
+    def standing(self, layer: int, batch: DecodeBatch, logits: torch.Tensor) -> torch.Tensor:
+        """``[B, Hq, P]`` float32 scores by which kv heads keep the pages that they attend to by the tables: 1 for these, else 0.
+
+        A kv head that attends to more than the budget does so in full. It keeps its scores ``logits``, for the step that has to choose.
+        """
         held, pages = self.cache.layers[layer].tables.pages(batch.rows), batch.page_table.shape[1]
-        marked = torch.zeros((*held.shape[:2], pages + 1), dtype=torch.bool, device=held.device)  # the last: no page
-        return marked.scatter_(2, held.where(held >= 0, pages).clamp(max=pages).long(), True)[..., :pages]
+        marked = torch.zeros((*held.shape[:2], pages + 1), dtype=logits.dtype, device=held.device)  # the last: no page
+        marked.scatter_(2, held.where(held >= 0, pages).clamp(max=pages).long(), 1)
+        group, in_full = logits.shape[1] // held.shape[1], (held >= 0).sum(-1) > self.config.pages.total
+        stands = marked[..., :pages].repeat_interleave(group, 1)
+        return stands.where(~in_full.repeat_interleave(group, 1)[..., None], logits)
 
     def offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
         """Copy full pages to the host pool, and let the canary write their checksums. Arguments are as in ``kernels.offload_pages``."""

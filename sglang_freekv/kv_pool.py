@@ -125,6 +125,7 @@ class FreeKVPool(MHATokenToKVPool):
             "sink_tokens": self.config.sink_tokens,
             "window_tokens": self.config.window_tokens,
             "device_cache_tokens": self.config.cache_tokens,
+            "dense_below_tokens": self.config.dense_below_tokens,
             "recall": self.config.recall,
             "host_layout": self.config.host_layout,
             "canary": self.config.canary,

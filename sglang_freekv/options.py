@@ -86,6 +86,14 @@ FLAGS = {
         "attends to the budget; the other pages need no recall when they are selected again. Raise it if /metrics shows many recalled "
         "units. Every request then takes more device memory.",
     ),
+    "freekv_dense_below": Flag(
+        "dense_below_tokens",
+        TOKENS,
+        "A context of at most so many tokens is attended to in full, as one within the budget is. Such a context needs room on the device "
+        "for all of its pages: with --freekv-resident-memory 0 the device cache must be as large. Where pages are absent and do not fit "
+        f"the device cache, the step attends to the budget. Default: {DEFAULTS.dense_below_tokens}, because attending to all has been "
+        "slower than selecting at every length. Raise it for short contexts whose answers must be those of full attention.",
+    ),
     "freekv_dense_layers": Flag(
         "dense_layers",
         LAYERS,
@@ -152,7 +160,7 @@ class Options(SimpleNamespace):
 
 
 NAMES = tuple(FLAGS)
-SIZES = ("freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_digest")
+SIZES = ("freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_dense_below", "freekv_digest")
 ADVISED_PAGE_SIZES = range(2, 1025)
 
 

@@ -50,9 +50,11 @@ class Policy:
 
         return self.method.corrected(compare, num_kv_heads)
 
-    def adjust(self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, held: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def adjust(
+        self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, standing: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """``[B, Hq, P]`` float32 scores by which ``layer`` selects, as ``Method.adjust`` has it."""
-        return self.method.adjust(layer, logits, corrected, held)
+        return self.method.adjust(layer, logits, corrected, standing)
 
 
 def policy_of(config: FreeKVConfig) -> Policy:

@@ -8,6 +8,8 @@ recalled beside the next layer. ``schedule.SCHEDULE`` has the works and their st
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sglang_freekv import kernels, schedule
@@ -103,7 +105,7 @@ class Retrieval(Engine):
         """Fill the rows with the pages of the first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""
         cache = self.cache.layers[layer]
         logits = self.policy.digests.score(queries, self.digests.layers[layer], batch, scale)
-        logits = self.policy.adjust(layer, logits, None, lambda: self.held(layer, batch))
+        logits = self.policy.adjust(layer, logits, None, partial(self.standing, layer, batch, logits))
         kernels.seed_slots(self.candidates(logits, batch), cache.tables)
         cache.previous_queries[batch.rows] = queries
         if batch.context_starts is not None:  # in place no slot is wanted: every page has a frame

@@ -38,7 +38,11 @@ def attending_before_the_plan(retrieval: Retrieval) -> None:
     decode, allocate = retrieval.decode, Reads.allocate
 
     def with_slots_that_are_there(*args):
-        with mock.patch.object(Reads, "allocate", lambda *shape: Reads(*(part.zero_() for part in allocate(*shape)))):
+        def zeros(*shape) -> Reads:
+            made = allocate(*shape)
+            return Reads(*(part.zero_() for part in made[:3]), made.budget)
+
+        with mock.patch.object(Reads, "allocate", zeros):
             return decode(*args)
 
     retrieval.decode = with_slots_that_are_there

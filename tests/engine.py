@@ -74,7 +74,8 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
     else:
         scores = torch.maximum(q * upper, q * lower).sum(-1) * SCALE
     pooled = {"softmax-mean": scores.softmax(-1).mean(0), "max": scores.amax(0), "mean": scores.mean(0)}[config.pooling]
-    return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[: config.pages.selected].tolist()}
+    most = len(candidates) if tokens <= config.dense_below_tokens else config.pages.selected
+    return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[:most].tolist()}
 
 
 def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[torch.Tensor, int]:
@@ -93,8 +94,9 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
         attended = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window} | chosen
         tokens = [t for p in sorted(attended) for t in range(p * size, min((p + 1) * size, n))]
         outputs.append(attend(request, layer, head, n - 1, tokens))
-        if is_corrected or config.method != "louiskv" or len(chosen) < config.pages.selected:
-            chosen = choose(config, request, layer, head, n - 1, n + 1)  # else it stands
+        stands = config.method == "louiskv" and len(chosen) == config.pages.selected and n >= config.dense_below_tokens
+        if is_corrected or not stands:
+            chosen = choose(config, request, layer, head, n - 1, n + 1)
         request.speculative[layer, head] = chosen
     return torch.cat(outputs), corrected
 
@@ -218,6 +220,16 @@ CONFIGS = {
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=64, digest="min-max"
     ),
     "roomy": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), device_cache_tokens=192),
+    "in-full-below": FreeKVConfig(
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=72,
+        dense_below_tokens=72,
+    ),
     "two-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="two-bit"),
     "max-pooling": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), pooling="max"),
     "two-bit-slack": FreeKVConfig(
@@ -238,6 +250,17 @@ CONFIGS = {
     ),
     "canary": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), canary="full"),
     "louiskv": FreeKVConfig("louiskv", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
+    "louiskv-in-full-below": FreeKVConfig(
+        "louiskv",
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=96,
+        dense_below_tokens=72,
+    ),
     "quest": FreeKVConfig("quest", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()),
     "arkvale": FreeKVConfig("arkvale", budget_tokens=40, sink_tokens=0, window_tokens=16, page_size=8, dense_layers=()),
     "arkvale-slack": FreeKVConfig(

@@ -35,6 +35,7 @@ page_sizes = st.sampled_from((1, 8, 32, 64)) | whole
 methods = st.sampled_from(list(METHODS))
 typed_options = st.fixed_dictionaries({}, optional={
     "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
+    "freekv_dense_below": whole, "freekv_resident_memory": numbers | whole,
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
@@ -59,6 +60,8 @@ def refused(make) -> str | None:
     assert config.cache_tokens == config.cache_pages * size >= config.budget_tokens
     assert (config.tau is None) == (METHODS[config.method].tau is None) and config.tau == config.tau
     assert config.host_memory_gib is None or config.host_memory_gib > 0
+    assert config.dense_below_tokens % size == 0 and config.attended_pages == max(pages.total, config.dense_below_tokens // size)
+    assert config.attended_pages <= (config.cache_pages if config.resident_memory_gib == 0 else MOST_SLOTS)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
     assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
@@ -69,8 +72,8 @@ def refused(make) -> str | None:
         "method": methods | words, "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": st.none() | numbers,
         "page_size": page_sizes, "digest": st.none() | st.sampled_from(DIGESTS) | words,
         "pooling": st.none() | st.sampled_from(POOLINGS) | words,
-        "device_cache_tokens": st.none() | whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
-        "host_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
+        "device_cache_tokens": st.none() | whole, "dense_below_tokens": whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
+        "host_memory_gib": st.none() | numbers, "resident_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
         "recall_timing": whole,
     })
@@ -152,7 +155,7 @@ def test_numbers_that_no_float_holds_are_refused(option, number):
     assert message or option == "freekv_tau"
 
 
-@pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache"])
+@pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache", "freekv_dense_below"])
 def test_more_slots_than_the_plan_counts_are_refused(option):
     most = MOST_SLOTS * DEFAULT_PAGE_SIZE
     assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most}), DEFAULT_PAGE_SIZE)) is None

@@ -251,7 +251,7 @@ class Traffic(RuleBasedStateMachine):
         self.corrected[request.row] += corrected
         self.saw["corrected kv heads"] += corrected
         torch.testing.assert_close(output, expected, **TOLERANCE)
-        if request.tokens <= self.config.budget_tokens:
+        if request.tokens <= max(self.config.budget_tokens, self.config.dense_below_tokens):
             dense = [attend(request, layer, head, request.tokens - 1, list(range(request.tokens))) for head in range(HEADS)]
             torch.testing.assert_close(output, torch.cat(dense), **TOLERANCE)
 

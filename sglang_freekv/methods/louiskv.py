@@ -20,13 +20,14 @@ class LouisKV(Method):
         """All kv heads of a layer or none, by the mean cosine over all query heads."""
         return compare(1)
 
-    def adjust(self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, held: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def adjust(
+        self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, standing: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """What is held stands until the next correction. A page that leaves the window is the last of what is held, so it goes."""
         if corrected is None:
             return logits
         group = logits.shape[1] // corrected.shape[1]
-        stands = held().to(logits.dtype).repeat_interleave(group, 1)
-        return logits.where(corrected.repeat_interleave(group, 1)[..., None], stands)
+        return logits.where(corrected.repeat_interleave(group, 1)[..., None], standing())
 
 
 METHOD = LouisKV(

@@ -41,7 +41,9 @@ class Method:
         """
         return compare(num_kv_heads)
 
-    def adjust(self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, held: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def adjust(
+        self, layer: int, logits: torch.Tensor, corrected: torch.Tensor | None, standing: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """``[B, Hq, P]`` float32 scores by which ``layer`` selects, in this step and ahead. Of equal pages the earlier wins.
 
         It is captured in a CUDA graph, so it neither waits for the device nor keeps state on the host.
@@ -49,6 +51,6 @@ class Method:
         Args:
             logits: ``[B, Hq, P]`` float32 scores of the candidates by their digests; other columns hold anything.
             corrected: ``[B, H]`` bool of ``corrected``. None if an extend seeds the rows, where every kv head selects.
-            held: returns ``[B, H, P]`` bool: the pages that each kv head attends to if it is not corrected.
+            standing: returns ``[B, Hq, P]`` float32 scores by which each kv head keeps the pages that it attends to if it is not corrected.
         """
         return logits

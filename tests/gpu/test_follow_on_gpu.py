@@ -49,7 +49,7 @@ class Correction:
         tables = Tables(*torch.full((2, REQUESTS + 1, H, SLOTS), -1, dtype=torch.int32, device="cuda"), row_frames)
         frames, heads = torch.full_like(self.table, -1), Heads(self.corrected, torch.zeros_like(self.corrected))
         keys, values = torch.zeros(2, (REQUESTS + 1) * SLOTS, S, H, D, dtype=torch.bfloat16, device="cuda")
-        reads = Reads(*(tensor.zero_() for tensor in Reads.allocate(REQUESTS, H, SLOTS, torch.device("cuda"))))
+        reads = Reads(*(tensor.zero_() for tensor in Reads.allocate(REQUESTS, H, SLOTS, torch.device("cuda"))[:3]))
         shares = attend.allocate_shares(self.queries, keys, reads)
         attending = self.queries, keys, values, self.lens, reads, D**-0.5, shares
         attend.attend_present(*attending)  # to nothing, as reads are

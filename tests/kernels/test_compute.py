@@ -205,8 +205,10 @@ def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
         assert logits[written].abs().max() > 89, "the exponentials of these neither overflow nor vanish"
 
 
-def attention_case(H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=(1, 7, 163, 97, 160, 12), width=37, capacity=41):
-    """Arguments of attend_pages, and rows; all memory that no request may read holds NaN. Contexts beyond ``width`` pages are sparse."""
+def attention_case(
+    H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=(1, 7, 163, 97, 160, 12), width=37, capacity=41, budget=None
+):
+    """Arguments of attend_pages, and rows; all memory that no request may read holds NaN. Contexts beyond ``width`` pages attend to ``budget``."""
     batch = len(seq_lens)
     num_rows = batch + 3
     rows = some_rows(batch, num_rows, index)
@@ -216,8 +218,9 @@ def attention_case(H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=
         if row == 0:
             continue
         last = (tokens - 1) // S
+        number = width if last < width or budget is None else budget
         for h in range(H):
-            listed = torch.cat((torch.randperm(last)[: width - 1], torch.tensor([last])))
+            listed = torch.cat((torch.randperm(last)[: number - 1], torch.tensor([last])))
             listed = listed[torch.randperm(len(listed))]
             where = row * capacity + torch.randperm(capacity)[: len(listed)]
             slots[b, h, : len(listed)], pages[b, h, : len(listed)] = where.int(), listed.int()
@@ -227,7 +230,7 @@ def attention_case(H, G, D, S, dtype=torch.float32, index=torch.int64, seq_lens=
     queries = torch.randn(batch, H * G, D, device=DEVICE, dtype=dtype)
     lens = torch.tensor(seq_lens, dtype=index, device=DEVICE)
     keys, values = cache.to(DEVICE, dtype)
-    return (queries, keys, values, lens, Reads(slots.to(DEVICE), pages.to(DEVICE), None), D**-0.5), rows
+    return (queries, keys, values, lens, Reads(slots.to(DEVICE), pages.to(DEVICE), None, budget), D**-0.5), rows
 
 
 @SHAPES
@@ -248,7 +251,7 @@ def test_attention_is_the_reference(H, G, D, programs, monkeypatch):
 def test_attention_to_what_is_there_and_then_to_the_rest_is_attention_to_all(programs, rest, monkeypatch):
     monkeypatch.setattr(attend, "PROGRAMS", programs)
     monkeypatch.setattr(attend, "PROGRAMS_OF_THE_REST", rest)
-    (queries, keys, values, lens, reads, scale), rows = attention_case(3, 2, 16, S=4)
+    (queries, keys, values, lens, reads, scale), rows = attention_case(3, 2, 16, S=4, budget=20)
     width, listed = reads.frames.shape[2], (reads.frames >= 0).sum(-1)
     whole = attend.attend_pages(queries, keys, values, lens, reads, scale)
     share = torch.tensor([0.0, 0.5, 1.0], device=DEVICE)[torch.randint(3, listed.shape, device=DEVICE)]

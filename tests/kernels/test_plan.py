@@ -31,12 +31,13 @@ def seed():
 class State:
     """What a plan reads and writes, poisoned."""
 
-    def __init__(self, capacity: int, budget: PageBudget) -> None:
+    def __init__(self, capacity: int, budget: PageBudget, attended: int | None = None) -> None:
+        width = budget.total if attended is None else attended
         self.slot_pages = torch.full((R, H, capacity), NEVER, dtype=torch.int32, device=DEVICE)
-        self.attended = torch.full((R, H, budget.total), -1, dtype=torch.int32, device=DEVICE)
+        self.attended = torch.full((R, H, width), -1, dtype=torch.int32, device=DEVICE)
         self.row_frames = torch.arange(R * capacity, dtype=torch.int32, device=DEVICE).view(R, capacity)
         self.lost = torch.zeros(len(ROWS), H, dtype=torch.bool, device=DEVICE)
-        self.reads = Reads.allocate(len(ROWS), H, budget.total, DEVICE)
+        self.reads = Reads.allocate(len(ROWS), H, width, DEVICE, budget.total)
         self.counts = torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
         self.misses_now, self.misses_ahead = (Misses.allocate(len(ROWS) * H * budget.total, DEVICE) for _ in range(2))
         self.empty()
@@ -47,7 +48,7 @@ class State:
 
     def empty(self) -> None:
         """Poison what a plan writes without having read it."""
-        for tensor in self.reads:
+        for tensor in self.reads[:3]:
             tensor.fill_(NEVER)
         for misses in (self.misses_now, self.misses_ahead):
             misses.clear()
@@ -87,6 +88,7 @@ class Sequences:
         ids=torch.int64,
         ahead_first=True,
         residency=0.0,
+        attended=None,
     ) -> None:
         self.budget, self.size, self.group, self.pooling, self.kind, self.ahead_first = budget, size, group, pooling, kind, ahead_first
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
@@ -94,7 +96,7 @@ class Sequences:
         self.num_pages = (max(lens) + steps + size) // size
         host_pages = 1 + torch.randperm(len(lens) * self.num_pages).view(len(lens), -1)
         self.page_table = host_pages.to(dtype=ids, device=DEVICE)
-        self.ours, self.theirs = State(capacity, budget), State(capacity, budget)
+        self.ours, self.theirs = State(capacity, budget, attended), State(capacity, budget, attended)
         self.residency, self.tier = residency, R * capacity  # share of pages that are resident; the first frame that is no slot
         self.own_frames = (self.tier + torch.randperm(len(lens) * self.num_pages)).view(len(lens), -1).to(torch.int32).to(DEVICE)
         self.frames = torch.full_like(self.own_frames, -1)
@@ -113,6 +115,12 @@ class Sequences:
         pages = torch.arange(self.num_pages, device=DEVICE)
         end = (self.seq_lens + ahead + self.size - 1) // self.size - self.budget.window
         return (pages >= self.budget.sink) & (pages < end[:, None])
+
+    def attended(self, b: int, num_pages: int) -> int:
+        """Pages that a selection among ``num_pages`` attends to: all of at most A whose absent ones fit the slots, else the budget."""
+        _, _, capacity, width = *self.ours.slot_pages.shape, self.ours.attended.shape[2]
+        in_full = num_pages <= width and sum(frame < 0 for frame in self.frames[b, :num_pages].tolist()) <= capacity
+        return num_pages if in_full else min(num_pages, self.budget.total)
 
     def weights(self, logits: torch.Tensor, ahead: bool) -> torch.Tensor:
         """``[B, H, P]`` float64, -inf where a page is no candidate."""
@@ -156,7 +164,11 @@ class Sequences:
         before = [table.clone() for table in tables]
         module.plan_pages(*args, state.reads, state.misses_now, state.misses_ahead, state.counts, **order)
         self.assert_only_of(REAL & (corrected | state.lost | self.ahead_first), tables, before)
-        before, reads, now = [table.clone() for table in tables], [part.clone() for part in state.reads], int(state.misses_now.length[0])
+        before, reads, now = (
+            [table.clone() for table in tables],
+            [part.clone() for part in state.reads[:3]],
+            int(state.misses_now.length[0]),
+        )
         module.plan_rest(*args, state.misses_ahead, state.counts, **order)
         rest = corrected & self.begins | (~corrected if not self.ahead_first else state.lost)
         self.assert_only_of(REAL & rest, tables, before)
@@ -182,13 +194,13 @@ class Sequences:
     def assert_read_is_sound(self, corrected: torch.Tensor, before: dict[str, torch.Tensor], weights: torch.Tensor | None = None) -> None:
         """A corrected kv head reads the best pages of now, and another what was selected a step ago; the reference is not asked."""
         reads, budget = self.ours.reads, self.budget
-        capacity = before["slot_pages"].shape[2]
+        capacity, width = before["slot_pages"].shape[2], before["attended"].shape[2]
         for b, h in product(range(len(ROWS)), range(H)):
             frames = [frame for frame in reads.frames[b, h].tolist() if frame != -1]
             pages, present = reads.pages[b, h].tolist()[: len(frames)], int(reads.present[b, h])
-            assert reads.frames[b, h].tolist() == frames + [-1] * (budget.total - len(frames))
+            assert reads.frames[b, h].tolist() == frames + [-1] * (width - len(frames))
             if not REAL[b, h]:
-                assert not frames and present == budget.total
+                assert not frames and present == width
                 continue
             num_pages, old = -(-int(self.seq_lens[b]) // self.size), before["slot_pages"][ROWS[b], h].tolist()
             entries = [entry for entry in before["attended"][ROWS[b], h].tolist() if entry != -1]
@@ -196,14 +208,14 @@ class Sequences:
             resident = self.frames[b].tolist()
             first = ROWS[b] * capacity
             own = [frame - first for frame in frames if frame < self.tier]
-            assert len(set(pages)) == len(pages) == min(num_pages, budget.total) and all(0 <= page < num_pages for page in pages)
+            assert len(set(pages)) == len(pages) and all(0 <= page < num_pages for page in pages)
             assert len(set(frames)) == len(frames) and all(0 <= slot < capacity for slot in own)
             assert all(frame == resident[page] for frame, page in zip(frames, pages) if frame >= self.tier)
             lost = any(entry < -1 and resident[-2 - entry] < 0 for entry in entries)
             assert bool(self.ours.lost[b, h]) == (lost and not corrected[b, h])
             if not corrected[b, h] and not lost:
                 assert [first + entry if entry >= 0 else resident[-2 - entry] for entry in entries] == frames
-                assert pages == was and present == budget.total
+                assert pages == was and present == width
                 continue
             there = [frame >= self.tier or old[frame - first] == page for frame, page in zip(frames, pages)]
             assert there == [True] * present + [False] * (len(frames) - present)
@@ -212,7 +224,8 @@ class Sequences:
             assert {page for page in pages if resident[page] >= 0} == set(pages[: len(in_frames)])
             candidates = set(range(budget.sink, num_pages - budget.window))
             assert set(pages) >= set(range(num_pages)) - candidates
-            if not corrected[b, h]:
+            assert len(pages) == self.attended(b, num_pages)
+            if not corrected[b, h] and num_pages > width:
                 assert set(pages) == set(was)
             elif weights is not None and candidates - set(pages):
                 chosen, left = (weights[b, h, sorted(some)] for some in (candidates & set(pages), candidates - set(pages)))
@@ -228,7 +241,7 @@ class Sequences:
             assert len(held) == len(set(held)) and all(0 <= page < num_pages for page in held)
             listed = [entry for entry in attended if entry != -1]
             assert attended == listed + [-1] * (len(attended) - len(listed))
-            assert all(entry < len(table) for entry in listed) and len(listed) == min(num_pages, budget.total)
+            assert all(entry < len(table) for entry in listed) and len(listed) == self.attended(b, num_pages)
             in_frames = {-2 - entry for entry in listed if entry < 0}
             pages = in_frames | {table[entry] for entry in listed if entry >= 0}
             assert len(pages) == len(listed) and all((self.frames[b, page] >= 0) == (page in in_frames) for page in pages)
@@ -256,6 +269,7 @@ CASES = {
     "one-token-pages": SimpleNamespace(lens=[30, 2, 11, 17], budget=PageBudget(3, 7, 5), capacity=20, size=1, group=4),
     "mean": SimpleNamespace(lens=[61, 9, 40, 18], budget=PageBudget(2, 4, 2), capacity=11, size=4, group=3, pooling="mean"),
     "max": SimpleNamespace(lens=[30, 2, 11, 17], budget=PageBudget(3, 7, 5), capacity=20, size=1, group=4, pooling="max"),
+    "in-full-if-it-fits": SimpleNamespace(lens=[46, 9, 48, 33], budget=PageBudget(2, 4, 2), capacity=9, size=4, group=3, attended=12),
 }
 
 

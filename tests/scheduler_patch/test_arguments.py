@@ -10,6 +10,7 @@ from serving import NEEDLE_MODEL
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
     "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
+    "freekv-dense-below",
     "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
 )  # fmt: skip
 CHOICES = {"freekv-digest": "min-max", "freekv-pooling": "max", "freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
@@ -70,6 +71,8 @@ WRONG = {
     ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
     "2048; use --freekv-device-cache 2048",
     ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
+    ("--freekv-dense-below", 4096, "--freekv-resident-memory", 0): "--freekv-dense-below 4096: expected at most --freekv-device-cache 2048 "
+    "with --freekv-resident-memory 0",
     ("--freekv-recall", "copy-engine", "--cuda-graph-backend-decode", "full"): "--cuda-graph-backend-decode full: there is no decode",
     ("--freekv-host-memory", 0): "--freekv-host-memory 0: expected GiB above 0",
     ("--freekv-recall-timing", 100): "--freekv-recall-timing 100: expected 0 with --device cpu, which recalls and computes in turn",
@@ -148,7 +151,8 @@ def test_defaults(outcomes):
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
         "digest": "cuboid-mean", "pooling": "softmax-mean",
-        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "recall": "zero-copy",
+        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
+        "recall": "zero-copy",
         "host_layout": "hnd", "canary": "off", "recall_timing": 0,
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
