@@ -186,7 +186,6 @@ def _attend_pages(
         if first >= end:
             tl.store(p_weights + (i_b * (H * G) + o_head) * N + N - splits + i_n, float("-inf"), mask=m_g)
             return
-
     p_reads = p_frames + (i_b * H + i_h) * A, p_pages + (i_b * H + i_h) * A
     b_acc, b_sum, b_max = _attend_tokens(b_q, p_keys, p_values, p_reads, i_h, first, last, seq_len, scale, H, D, S, BLOCK_T)
     o_out = (i_b * (H * G) + o_head) * N + i_n

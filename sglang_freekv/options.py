@@ -89,10 +89,10 @@ FLAGS = {
     "freekv_dense_below": Flag(
         "dense_below_tokens",
         TOKENS,
-        "A context of at most so many tokens is attended to in full, as one within the budget is. Such a context needs room on the device "
-        "for all of its pages: with --freekv-resident-memory 0 the device cache must be as large. Where pages are absent and do not fit "
-        f"the device cache, the step attends to the budget. Default: {DEFAULTS.dense_below_tokens}, because attending to all has been "
-        "slower than selecting at every length. Raise it for short contexts whose answers must be those of full attention.",
+        "A context of at most so many tokens is attended to in full, as one within the budget is. "
+        f"Default: {DEFAULTS.dense_below_tokens}, because selecting has been faster at every length. Raise it for short contexts whose "
+        "answers must be those of full attention. All of their pages are then on the device: as resident pages, or in a device cache of "
+        "that size. Where neither has room, the step attends to the budget.",
     ),
     "freekv_dense_layers": Flag(
         "dense_layers",

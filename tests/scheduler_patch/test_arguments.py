@@ -10,8 +10,7 @@ from serving import NEEDLE_MODEL
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
     "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
-    "freekv-dense-below",
-    "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
+    "freekv-dense-below", "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
 )  # fmt: skip
 CHOICES = {"freekv-digest": "min-max", "freekv-pooling": "max", "freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
 YAML = """
@@ -152,8 +151,7 @@ def test_defaults(outcomes):
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
         "digest": "cuboid-mean", "pooling": "softmax-mean",
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
-        "recall": "zero-copy",
-        "host_layout": "hnd", "canary": "off", "recall_timing": 0,
+        "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]
