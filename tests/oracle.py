@@ -24,7 +24,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 
 @dataclass(frozen=True)
 class OracleSettings:
-    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "two-bit"."""
+    """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "two-bit".
+
+    A selection among at most ``dense_below`` tokens takes all candidates.
+    """
 
     budget: int
     sink: int
@@ -33,15 +36,16 @@ class OracleSettings:
     page: int
     dense_layers: tuple[int, ...] = (0,)
     digest: str = "cuboid-mean"
+    dense_below: int = 0
 
     def __post_init__(self) -> None:
-        whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window))
+        whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window, self.dense_below))
         if not whole or self.window < self.page or self.budget <= self.sink + self.window:
             raise ValueError(f"{self}: expected multiples of page, window >= page and budget > sink + window")
 
-    @property
-    def selected_pages(self) -> int:
-        return (self.budget - self.sink - self.window) // self.page
+    def selected_pages(self, n: int) -> int:
+        """Candidates of a context of n tokens that are selected, at most."""
+        return page_count(n, self.page) if n <= self.dense_below else (self.budget - self.sink - self.window) // self.page
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSett
         scores = score(query, maxima[:, competing], minima[:, competing])
     pooled = scores.softmax(dim=-1).mean(dim=1)
     ranked, order = pooled.sort(dim=-1, descending=True, stable=True)
-    kept = settings.selected_pages
+    kept = settings.selected_pages(n)
     chosen = [sorted(competing[i] for i in best) for best in order[:, :kept].tolist()]
     if len(competing) <= kept:
         return [Selection(pages, float("inf")) for pages in chosen]

@@ -119,6 +119,15 @@ def test_page_leaving_the_window_is_selectable_for_the_next_step_only():
     assert select(QUERY, keys, 7, settings)[0].pages == [2]
 
 
+@pytest.mark.parametrize("dense_below", [4, 6, 8])
+def test_all_pages_are_selected_up_to_a_length(dense_below):
+    """The next step's length decides for the next step: its page leaves the window with the limit."""
+    settings = OracleSettings(budget=4, sink=0, window=2, tau=NEVER, page=2, dense_below=dense_below)
+    keys = keys_scoring((1, 1), (2, 2), (0, 0), (1, 1), (3, 3), (0, 0), (0, 0))
+    assert select(QUERY, keys, 6, settings)[0].pages == ([0, 1] if dense_below >= 6 else [0])
+    assert select(QUERY, keys, 7, settings)[0].pages == ([0, 1, 2] if dense_below >= 8 else [2])
+
+
 @pytest.mark.parametrize("tau, corrected, attended", [(0.5, False, [0, 2, 4]), (0.51, True, [0, 3, 4])])
 def test_only_similarity_below_tau_is_corrected(tau, corrected, attended):
     settings = OracleSettings(budget=3, sink=1, window=1, tau=tau, page=1)

@@ -116,10 +116,12 @@ def test_methods_attend_to_different_pages():
     assert not any(torch.allclose(one, other) for one, other in combinations(outputs, 2))
 
 
-@pytest.mark.parametrize("budget", [108, 112, 400])
-def test_a_budget_that_covers_the_context_is_dense(budget):
-    config = FreeKVConfig(budget_tokens=budget, sink_tokens=8, window_tokens=8, page_size=4, tau=0.9, dense_layers=())
-    engine = Engine(config, prompts=[3, 87], steps=20, stream=InlineStream)
+@pytest.mark.parametrize("budget, dense_below", [(108, 0), (112, 0), (400, 0), (40, 108), (40, 400)])
+def test_a_budget_or_a_limit_that_covers_the_context_is_dense(budget, dense_below):
+    """Below the limit all pages have frames, of which there are more than the slots of a row."""
+    sizes = {"budget_tokens": budget, "dense_below_tokens": dense_below, "sink_tokens": 8, "window_tokens": 8, "page_size": 4}
+    config = FreeKVConfig(**sizes, tau=0.9, dense_layers=())
+    engine = Engine(config, prompts=[3, 87], steps=20, stream=InlineStream, resident=400 if dense_below else 0)
     outputs = engine.run(steps=20)
     for step, layer in [(0, 0), (1, 2), (8, 1), (19, 2)]:
         for index, request in enumerate(engine.requests):
@@ -140,15 +142,27 @@ def test_slack_saves_recalls_and_a_request_that_fits_needs_none(cache, recalls):
     assert (recalled[cache] > 0) == recalls and (cache == 40 or recalled[cache] < recalled[40])
 
 
-def test_a_budget_one_page_short_is_not_dense():
-    outputs = {
-        budget: Engine(
-            FreeKVConfig(budget_tokens=budget, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()), [87], 20, InlineStream
+@pytest.mark.parametrize("name", ["budget_tokens", "dense_below_tokens"])
+def test_a_budget_or_a_limit_one_page_short_is_not_dense(name):
+    short, long = (
+        Engine(
+            FreeKVConfig(**{"budget_tokens": 40, name: tokens}, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=()),
+            *([87], 20, InlineStream),
+            resident=400,
         ).run(steps=20)
-        for budget in (104, 108)
-    }
-    assert torch.equal(outputs[104][:17], outputs[108][:17])
-    assert not torch.allclose(outputs[104][17:], outputs[108][17:])
+        for tokens in (104, 108)
+    )
+    assert torch.equal(short[:17], long[:17])
+    assert not torch.allclose(short[17], long[17])
+
+
+def test_a_context_that_does_not_fit_its_slots_attends_to_the_budget():
+    """Its pages are absent, and more than the slots of a row. A limit that covers it, or none, makes no difference."""
+    within, without = (
+        Engine(dataclasses.replace(CONFIGS["tight"], dense_below_tokens=tokens), [64, 99], 8, DeferredStream).run(steps=8)
+        for tokens in (400, 0)
+    )
+    assert torch.equal(within, without)
 
 
 @pytest.mark.parametrize("chunks", [[48, 100], [4, 8, 12, 100], [96, 100]])

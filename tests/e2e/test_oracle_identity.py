@@ -16,11 +16,14 @@ NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
 SETTINGS = {
     "always-corrected-two-bit": OracleSettings(budget=192, sink=16, window=32, tau=2, page=8, digest="two-bit"),
-    "never-corrected-small-pages": OracleSettings(budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max"),
+    "never-corrected-small-pages": OracleSettings(
+        budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max", dense_below=1024
+    ),
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=()),
 }
+IN_FULL = "never-corrected-small-pages"  # contexts below a limit, which one of the prompts outgrows
 RESIDENT = {  # pages in device memory; all settings without a number have none
-    "never-corrected-small-pages": None,  # as many as the host pool has
+    IN_FULL: None,  # as many as the host pool has
     "least-window-no-dense-layer": 12,
 }
 
@@ -41,6 +44,7 @@ def flags_of(settings: OracleSettings, resident: int | None) -> dict:
     edges = {"sink": settings.sink, "window": settings.window}
     flags = freekv(settings.budget, **edges, tau=settings.tau, dense_layers=dense, digest=settings.digest)
     page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * HEAD_DIM * 4
+    flags["--freekv-dense-below"] = settings.dense_below
     flags["--freekv-resident-memory"] = resident and (resident + 0.5) * page_bytes / GIB
     return flags | {"--page-size": settings.page, "--chunked-prefill-size": 512}
 
@@ -98,3 +102,11 @@ def test_other_settings(servers, oracle, name):
         assert not any(corrected)
     else:
         assert all(0 < count < every_head for count in corrected)
+
+
+def test_contexts_below_the_limit_give_the_tokens_of_stock_sglang(servers, fleet):
+    limit, prompts = SETTINGS[IN_FULL].dense_below, prompts_of(seed=len(IN_FULL))
+    assert any(len(prompt) < limit < len(prompt) + NEW_TOKENS for prompt in prompts)
+    short = [prompt for prompt in prompts if SETTINGS[IN_FULL].budget < len(prompt) <= limit - NEW_TOKENS]
+    stock, ours = (server.generate_all(short, NEW_TOKENS) for server in (fleet.stock, servers[IN_FULL]))
+    assert len(short) > 1 and [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in stock]
