@@ -63,7 +63,7 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     pool = processor.token_to_kv_pool_allocator.get_kvcache()
     if req.customized_info is None:
         req.customized_info = {}
-    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config.page_size, pool.config.pages.total, pool.heads))
+    counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config, pool.heads))
     if isinstance(step.rows, torch.Tensor):  # the batch's first request; without the overlap schedule the rows are on the device
         step.rows = step.rows.tolist()
         if step.recall is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from sglang_freekv.config import FreeKVConfig
+
 
 @dataclass
 class RetrievalCounts:
@@ -38,13 +40,12 @@ class RequestCounts:
     SGLang slices that list for every message that it streams. A slice of a ``RequestCounts`` is the running total.
 
     Args:
-        page_size: tokens of a page.
-        budget_pages: pages that a step attends to, at most.
+        config: page size, budget, and up to which length a context is attended to in full.
         heads: kv heads that every decode step may correct, over all retrieval layers.
     """
 
-    def __init__(self, page_size: int, budget_pages: int, heads: int) -> None:
-        self.page_size, self.budget_pages, self.heads = page_size, budget_pages, heads
+    def __init__(self, config: FreeKVConfig, heads: int) -> None:
+        self.config, self.heads = config, heads
         self.counts = RetrievalCounts()
         self.context_pages = 0
         self._seen = (0, 0, 0)
@@ -63,12 +64,12 @@ class RequestCounts:
         seen = self._seen if decoded else (0, 0, 0)
         hits, recalled, corrected = (now - before for now, before in zip(row_counts, seen))
         added = RetrievalCounts(int(decoded), decoded * self.heads, corrected, hits + recalled, recalled)
-        self._seen, self.context_pages = row_counts, -(-seq_len // self.page_size)
+        self._seen, self.context_pages = row_counts, -(-seq_len // self.config.page_size)
         self.counts.add(added)
         return added
 
     def __getitem__(self, tokens: slice) -> list[dict[str, int]]:
         if not isinstance(tokens, slice):
             raise TypeError(f"expected a slice of tokens, found {tokens!r}")
-        attended = min(self.context_pages, self.budget_pages)
+        attended = self.context_pages if self.context_pages <= self.config.attended_pages else self.config.pages.total
         return [{"context_pages": self.context_pages, "attended_pages": attended, **self.counts.as_dict()}]

@@ -110,3 +110,5 @@ def test_contexts_below_the_limit_give_the_tokens_of_stock_sglang(servers, fleet
     short = [prompt for prompt in prompts if SETTINGS[IN_FULL].budget < len(prompt) <= limit - NEW_TOKENS]
     stock, ours = (server.generate_all(short, NEW_TOKENS) for server in (fleet.stock, servers[IN_FULL]))
     assert len(short) > 1 and [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in stock]
+    counts = [answer["meta_info"]["freekv"] for answer in ours]
+    assert [each["attended_pages"] for each in counts] == [each["context_pages"] for each in counts]
