@@ -30,7 +30,7 @@ class OnTrigger(Replay):
 
     frozen: list[torch.Tensor]
 
-    def adjust(self, layer, logits, corrected, held) -> torch.Tensor:
+    def adjust(self, layer, logits, corrected, standing) -> torch.Tensor:
         frozen = self.frozen[layer]
         torch.where(corrected.repeat_interleave(logits.shape[1] // corrected.shape[1], 1)[..., None], logits, frozen, out=frozen)
         return frozen
