@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (  # a module imports from its own line and from those above
     ("__init__", "architectures", "methods", "config", "layers"),
     ("kernels", "batch", "counts", "flag", "metrics"),
-    ("memory_pool",),
+    ("lending", "memory_pool"),
     ("digests", "extend_plan", "options", "policy", "residency", "schedule"),
     ("engine", "decode_step", "retrieval"),
     ("rehearsal",),
