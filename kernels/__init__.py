@@ -43,6 +43,7 @@ else:
     stage_pages = by_device(reference.stage_pages, of="keys")
     verify_units = by_device(reference.verify_units, of="keys")
     write_stamp = by_device(reference.write_stamp, of="stamp")
+    write_tokens = by_device(reference.write_tokens, of="queries")
 
     __all__ = [
         "Box",
@@ -85,4 +86,5 @@ else:
         "stage_pages",
         "verify_units",
         "write_stamp",
+        "write_tokens",
     ]

@@ -19,6 +19,7 @@ from sglang_freekv.kernels.seed import seed_slots
 from sglang_freekv.kernels.stage import stage_pages
 from sglang_freekv.kernels.stamps import settle_stamps, write_stamp
 from sglang_freekv.kernels.two_bit import digest_two_bit, score_two_bit
+from sglang_freekv.kernels.write import write_tokens
 
 __all__ = [
     "allocate_shares",
@@ -49,4 +50,5 @@ __all__ = [
     "stage_pages",
     "verify_units",
     "write_stamp",
+    "write_tokens",
 ]

@@ -23,7 +23,15 @@ from sglang_freekv.kernels.reference_attention import (
 from sglang_freekv.kernels.reference_checksums import SPREAD, checksum_pages, verify_units
 from sglang_freekv.kernels.reference_digests import Box, digest_pages, digest_two_bit, score_pages, score_two_bit
 from sglang_freekv.kernels.reference_frames import begin_pages, forget_pages, hold_pages, mark_pages, note_rows
-from sglang_freekv.kernels.reference_movers import append_tokens, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_pages
+from sglang_freekv.kernels.reference_movers import (
+    append_tokens,
+    fill_pages,
+    offload_pages,
+    recall_pages,
+    snapshot_pages,
+    stage_pages,
+    write_tokens,
+)
 from sglang_freekv.kernels.reference_plan import (
     CORRECTED,
     HITS,
@@ -73,4 +81,5 @@ __all__ = [
     "stage_pages",
     "verify_units",
     "write_stamp",
+    "write_tokens",
 ]

@@ -117,6 +117,38 @@ def stage_pages(
     keys[rows], values[rows] = units[0], units[1]
 
 
+def write_tokens(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    queries: torch.Tensor,
+    token_rows: torch.Tensor,
+    last_tokens: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    previous_queries: torch.Tensor,
+) -> torch.Tensor:
+    """Write the new tokens of an extend, and keep the queries with which the first decode step compares its own.
+
+    Args:
+        new_keys, new_values: ``[T, H, D]``, one request after the other.
+        queries: ``[T, Hq, D]`` of these tokens.
+        token_rows: ``[T]`` where each token goes.
+        last_tokens: ``[B]`` number of each request's last token.
+        rows: ``[B]`` row of each request.
+        keys, values: ``[N, H, D]`` token rows, written in place.
+        previous_queries: ``[R, Hq, D]`` written in place at ``rows``.
+
+    Returns:
+        ``[B, Hq, D]`` queries of the last tokens.
+    """
+    keys[token_rows], values[token_rows] = new_keys, new_values
+    last_queries = queries[last_tokens]
+    previous_queries[rows] = last_queries
+    return last_queries
+
+
 def append_tokens(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,19 +24,30 @@ class PrefixStream(ABC):
         canary: examines the units that arrive, unless None.
     """
 
+    layers_share_rows = False  # a layer then waits for the stream though no prefix is streamed: an earlier layer may still be read there
+
     def __init__(self, host: HostPool, stream: TransferStream, canary: Canary | None = None) -> None:
         self.host, self.stream, self.canary = host, stream, canary
         self.staged: StagedPages | None = None
         self.looked_up: Handle | None = None  # keeps the tensors alive that the look-up reads
-        self.arrived: list[Handle] = []  # of the layer that is computed and of the next one
+        self.streams_any = False  # whether layers of this batch wait for the stream
+        self.arrived: dict[int, Handle] = {}  # what is under way, by the first layer that waits for it
         self.examined: list[Handle] = []  # by the canary; waited for at the end of the pass only
 
     @abstractmethod
     def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[T, H, D]`` in which the contexts of ``layer`` lie."""
 
+    @abstractmethod
+    def first_layers(self) -> Iterable[range]:
+        """Layers that are streamed when a batch begins: each range is submitted at once, and arrives at once."""
+
+    @abstractmethod
+    def next_layers(self, layer: int) -> Iterable[range]:
+        """Layers whose streaming starts when ``layer`` begins."""
+
     def stream_prefixes(self, prefixes: Prefixes, behind: Sequence[Handle] | None = None) -> None:
-        """Begin a batch: start to stream the prefixes of the first two layers.
+        """Begin a batch: start to stream the prefixes of the first layers.
 
         Args:
             prefixes: looked up in their tables on the transfer stream.
@@ -46,16 +57,20 @@ class PrefixStream(ABC):
         def look_up() -> None:
             self.staged = prefixes.look_up()
 
-        self.looked_up = self.stream.submit(look_up, behind)
-        self.arrived = [self._stream(layer, behind) for layer in range(min(2, len(self.host.layers)))]
+        self.arrived = {}
+        self.streams_any = self.layers_share_rows or len(prefixes) > 0
+        if self.streams_any:
+            self.looked_up = self.stream.submit(look_up, behind)
+            self.arrived = {layers[0]: self._stream(layers, behind) for layers in self.first_layers()}
 
     def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token rows of ``layer``, with the prefixes in place. Starts to stream the next layer's."""
-        self.arrived[layer % 2].wait()
-        if self.canary is not None and len(self.staged.host_pages):
-            self.examined.append(self.stream.submit(lambda: self._verify(layer)))
-        if 0 < layer < len(self.host.layers) - 1:
-            self.arrived[(layer + 1) % 2] = self._stream(layer + 1)
+        """The token rows of ``layer``, with the prefixes in place. Starts to stream the layers for which there is room then."""
+        if self.streams_any:
+            if layer in self.arrived:
+                self.arrived.pop(layer).wait()
+            if self.canary is not None and len(self.staged.host_pages):
+                self.examined.append(self.stream.submit(lambda: self._verify(layer)))
+            self.arrived |= {layers[0]: self._stream(layers) for layers in self.next_layers(layer)}
         return self.token_rows(layer)
 
     def complete(self) -> None:
@@ -64,10 +79,13 @@ class PrefixStream(ABC):
             handle.wait()
         self.examined.clear()
 
-    def _stream(self, layer: int, behind: Sequence[Handle] | None = None) -> Handle:
+    def _stream(self, layers: range, behind: Sequence[Handle] | None = None) -> Handle:
+        """Stream the prefixes of ``layers``. The first of them waits for all."""
+
         def stage() -> None:
             host_pages, starts = self.staged
-            kernels.stage_pages(self.host.layers[layer], host_pages, starts, *self.token_rows(layer))
+            for layer in layers:
+                kernels.stage_pages(self.host.layers[layer], host_pages, starts, *self.token_rows(layer))
 
         return self.stream.submit(stage, behind)
 

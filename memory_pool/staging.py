@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -31,6 +31,8 @@ class Staging(PrefixStream):
         canary: examines the units that arrive, unless None.
     """
 
+    layers_share_rows = True
+
     def __init__(
         self,
         host: HostPool,
@@ -52,6 +54,12 @@ class Staging(PrefixStream):
     def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.buffers[layer % 2]
         return keys[: self.context_tokens], values[: self.context_tokens]
+
+    def first_layers(self) -> Iterable[range]:
+        return (range(layer, layer + 1) for layer in range(min(2, len(self.host.layers))))
+
+    def next_layers(self, layer: int) -> Iterable[range]:
+        return (range(layer + 1, layer + 2),) if 0 < layer < len(self.host.layers) - 1 else ()
 
     def begin(self, context_tokens: int, prefixes: Prefixes, behind: Sequence[Handle] | None = None) -> None:
         """Begin a batch whose contexts have ``context_tokens`` together. The other arguments are as of ``stream_prefixes``.
@@ -89,3 +97,13 @@ class InPlace(PrefixStream):
 
     def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer].token_rows
+
+    def first_layers(self) -> Iterable[range]:
+        """All layers, because each has its own frames. Every range has twice the layers of the last, so that few submissions suffice."""
+        first, number = 0, len(self.host.layers)
+        while first < number:
+            yield range(first, min(2 * first + 1, number))
+            first = 2 * first + 1
+
+    def next_layers(self, layer: int) -> Iterable[range]:
+        return ()

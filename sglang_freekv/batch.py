@@ -139,6 +139,9 @@ class StagedPages(NamedTuple):
 class Prefixes(Protocol):
     """The prefix pages of an extend batch that are streamed from the host pool."""
 
+    def __len__(self) -> int:
+        """How many there may be."""
+
     def look_up(self) -> StagedPages:
         """Read the tables that name the pages. Call it on a stream that is ordered behind the writers of those tables."""
 
@@ -172,6 +175,9 @@ class StagedPrefixes:
         starts = Places.staged(prefix + query, page_size).token_rows(owners, pages * page_size)
         return cls(req_to_token, rows, owners, pages, starts, page_size)
 
+    def __len__(self) -> int:
+        return len(self.pages)
+
     def look_up(self) -> StagedPages:
         """As ``Prefixes.look_up``; the scheduler writes the table."""
         device = self.req_to_token.device
@@ -201,6 +207,9 @@ class AbsentPrefixes:
     def build(cls, page_table: torch.Tensor, given: torch.Tensor, prefix_lens: list[int], page_size: int) -> AbsentPrefixes:
         """Of a batch whose other arguments are those of ``ExtendBatch.build``."""
         return cls(page_table, given, *ragged(torch.tensor(prefix_lens) // page_size), page_size)
+
+    def __len__(self) -> int:
+        return len(self.pages)
 
     def look_up(self) -> StagedPages:
         """As ``Prefixes.look_up``; the pass itself writes the tables. The absent pages come first, because only the device knows them."""

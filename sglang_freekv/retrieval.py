@@ -80,34 +80,28 @@ class Retrieval(Engine):
             ``[T, Hq, D]`` attention output.
         """
         contexts: PrefixStream = self.store.in_place if batch.in_place else self.store.staging
-        context_keys, context_values = contexts.context(layer)
-        context_keys[batch.new_rows], context_values[batch.new_rows] = keys, values
-        starts = batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads)
-        self.in_flight[layer].append(
-            self.streams.transfers.submit(lambda: self.offload(layer, context_keys, context_values, starts, batch.full_pages))
-        )
-        cache = self.cache.layers[layer]
-        lying = (cache.keys, cache.values) if batch.in_place else (context_keys, context_values)
-        output = self.extend_attention(queries, *lying, scale)
-        self.policy.digests.write(context_keys, starts, batch.full_pages, self.digests.layers[layer])
-        self._seed(layer, queries[batch.last_tokens], batch, context_keys, context_values, scale)
+        cache, context = self.cache.layers[layer], contexts.context(layer)
+        where = batch.new_rows, batch.last_tokens, batch.rows
+        into = dict(zip(("keys", "values"), context), previous_queries=cache.previous_queries)
+        last_queries = kernels.write_tokens(keys, values, queries, *where, **into)
+        if fills := len(batch.full_pages) > 0:
+            full = *context, batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads), batch.full_pages
+            self.in_flight[layer].append(self.streams.transfers.submit(lambda: self.offload(layer, *full)))
+        output = self.extend_attention(queries, *((cache.keys, cache.values) if batch.in_place else context), scale)
+        if fills:
+            context_keys, _, starts, full_pages = full
+            self.policy.digests.write(context_keys, starts, full_pages, self.digests.layers[layer])
+        self._seed(layer, last_queries, batch, context, scale)
         return output
 
     def _seed(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        batch: ExtendBatch,
-        context_keys: torch.Tensor,
-        context_values: torch.Tensor,
-        scale: float,
+        self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context: tuple[torch.Tensor, torch.Tensor], scale: float
     ) -> None:
         """Fill the rows with the pages of the first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""
         cache = self.cache.layers[layer]
         logits = self.policy.digests.score(queries, self.digests.layers[layer], batch, scale)
         logits = self.policy.adjust(layer, logits, None, partial(self.standing, layer, batch, logits))
         kernels.seed_slots(self.candidates(logits, batch), cache.tables)
-        cache.previous_queries[batch.rows] = queries
         if batch.context_starts is not None:  # in place no slot is wanted: every page has a frame
-            context = context_keys, context_values, batch.context_starts, batch.rows, batch.seq_lens
-            kernels.fill_pages(*context, cache.tables, keys=cache.keys, values=cache.values)
+            lying = *context, batch.context_starts, batch.rows, batch.seq_lens
+            kernels.fill_pages(*lying, cache.tables, keys=cache.keys, values=cache.values)

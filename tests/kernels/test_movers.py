@@ -16,9 +16,12 @@ from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.recall import recall_pages
 from sglang_freekv.kernels.stage import stage_pages
 from sglang_freekv.kernels.two_bit import digest_two_bit
+from sglang_freekv.kernels.write import write_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = (append_tokens, digest_pages, digest_two_bit, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_pages)
+KERNELS = (
+    append_tokens, digest_pages, digest_two_bit, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_pages, write_tokens,
+)  # fmt: skip
 
 SHAPES = [(4, 2, 16, torch.bfloat16), (5, 3, 24, torch.float32), (1, 1, 8, torch.float16)]
 if DEVICE == "cuda":  # too much for the interpreter
@@ -89,6 +92,20 @@ def slot_tables(R: int, H: int, C: int, pages: int) -> torch.Tensor:
     kept[(torch.rand(R, H, C) < 0.2) | (kept >= pages)] = -1
     kept[0] = -1
     return kept.to(torch.int32).to(DEVICE)
+
+
+@shapes
+@widths
+def test_write(S, H, D, dtype, integer):
+    rows, lengths, R = [3, 1], [2 * S + 1, 1], 5
+    new = draw(sum(lengths), 4 * H, D, dtype=dtype)  # as they lie in the output of one projection
+    queries, keys, values = new[:, : 2 * H], new[:, 2 * H : 3 * H], new[:, 3 * H :].clone()
+    where = ids(torch.randperm(4 * S)[: sum(lengths)].tolist(), integer), ids([lengths[0] - 1, lengths[0]], integer), ids(rows, integer)
+    found, expected = ([*poisoned(4 * S, H, D, dtype=dtype), poisoned(R, 2 * H, D, dtype=dtype)[0]] for _ in range(2))
+    places = "keys", "values", "previous_queries"
+    last = write_tokens(keys, values, queries, *where, **dict(zip(places, found)))
+    wanted = reference.write_tokens(keys, values, queries, *where, **dict(zip(places, expected)))
+    assert_same_bits((*found, last), (*expected, wanted))
 
 
 @shapes
