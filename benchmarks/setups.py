@@ -30,6 +30,7 @@ class Setup:
         context_length: SGLang's; page tables are as wide.
         host_memory: GiB of FreeKV's host pool.
         max_running: requests that run at once at most, and the largest batch of the decode graphs.
+        resident: whether FreeKV keeps pages on the device while there is room, as it does by default; without it all loads are of recall.
         extra_stock, extra_freekv: more flags, as typed.
         needle_model: its directory.
     """
@@ -42,6 +43,7 @@ class Setup:
     context_length: int = 140_000
     host_memory: float = 75
     max_running: int = 16
+    resident: bool = False
     extra_stock: tuple[str, ...] = ()
     extra_freekv: tuple[str, ...] = ()
     needle_model: Path = weights.MODEL
@@ -94,7 +96,7 @@ class Setup:
             return flags | {"--attention-backend": "torch_native", "--page-size": 1}
         if system == "stock":
             return flags | {"--attention-backend": "flashinfer"}
-        flags |= {"--kv-retrieval": "freekv", "--freekv-budget": self.budget, "--freekv-resident-memory": 0}  # loads are of recall
+        flags |= {"--kv-retrieval": "freekv", "--freekv-budget": self.budget} | ({} if self.resident else {"--freekv-resident-memory": 0})
         return flags | ({"--freekv-host-memory": self.host_memory} if self.device == "cuda" else {})
 
 

@@ -127,6 +127,29 @@ def test_where_freekv_is_slower_comes_first(tmp_path):
     assert [aim.possible for aim in section.aims] == pytest.approx([5, 24, 6 * (8 / 30) / (8 / 30 - 0.15)])  # the link takes 0.05 s
 
 
+def test_residency_is_told_by_load_and_beside_its_aims(tmp_path, undrawn):
+    load = "freekv-resident-tau-0.9-by-layer"
+    results = {
+        f"{load}/8k/b16": served(8192, 16, 0.01, 100, prefix="hit", ttft_s={"median": 0.2}),
+        f"{load}/8k/b1": served(8192, 1, 0.01, 100, prefix="hit", ttft_s={"median": 0.1}),
+        "stock-fa3/8k/b16": served(8192, 16, 0.02, 100, prefix="hit", ttft_s={"median": 0.1}),
+        "stock-flashinfer/8k/b16": served(8192, 16, 0.03, 100, prefix="hit", ttft_s={"median": 0.3}),
+        "stock-flashinfer/8k/b1": served(8192, 1, 0.01, 100, prefix="hit", ttft_s={"median": 0.1}),
+        "stock-flashinfer/32k/b1": served(32768, 1, 0.01, 100),
+    }
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
+    text = section.markdown
+    assert "### Resident, tau-0.9-by-layer" in text and "c 0.39 to 0.98 by layer, x 0.175" in text and "32k" not in text
+    assert "| 8k/b16 | TTFT | hit | 10.00 / 20.00 | 0.50 | 0.20 / 0.10 | 2.00 |" in text and "| stock-fa3 |" in text
+    assert [aim.row[1:4] for aim in section.aims] == [
+        (1.0, "at most 1", "yes"),
+        (0.5, "at most 0.55", "yes"),
+        (1.0, "at most 1.5", "yes"),
+        (2.0, "at most 1.5", "NO"),
+    ]
+    assert section.facts["resident"] and section.facts["slowest"].tpot[2] == 1.0
+
+
 def test_a_goodput_stands_beside_its_bound(tmp_path):
     rest = dict.fromkeys(goodput.COLUMNS, 1.0)
     rest |= {"limits": {"ttft_s": 2.0, "tpot_s": 0.05}, "request_bytes": {"link_bytes": 5.0, "hbm_bytes": 10.0}, "run": 0}

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 
 from benchmarks.clock import LONGEST_START_S, Clock, OutOfTime
-from benchmarks.paper import capacity, crossover, goodput, passes
+from benchmarks.paper import capacity, comparison, crossover, goodput, passes
 from benchmarks.paper.crossover import Cell
 from benchmarks.paper.goodput import Ladder, Limits, Point, Questions
+from benchmarks.profiles import LOADS, USUAL
 from benchmarks.report import Report
 from benchmarks.servers import Stream
 from benchmarks.setups import Setup
@@ -148,7 +149,7 @@ def test_where_freekv_is_slower_comes_first():
         **{"stock/8k/b2": result_of(2, None, None), "freekv/8k/b2": result_of(2, 0.02, 1.0)},
         "stock-same-kv/8k/b64": result_of(64, 0.01, 1.0),
     }
-    _, *rows = [line.split("  ") for line in crossover.comparison(results, "production", "freekv", "stock").splitlines()]
+    _, *rows = [line.split("  ") for line in comparison.comparison(results, "production", "freekv", "stock").splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[:3] for row in cells] == [
         ["8k/b4", "TTFT", "hit"],
@@ -157,7 +158,40 @@ def test_where_freekv_is_slower_comes_first():
         ["8k/b2", "-", "hit/no room"],
     ]
     assert cells[1][3:9] == ["20", "10", "2", "1.5", "1", "1.5"]
-    assert [row.slower for row in crossover.compared(results, "freekv-same-kv", "stock-same-kv")] == [""]
+    assert [row.slower for row in comparison.compared(results, "freekv-same-kv", "stock-same-kv")] == [""]
+
+
+def test_stock_has_the_faster_backend_of_each_figure():
+    results = {
+        **{"freekv-resident-tau-0.8/8k/b16": result_of(16, 0.01, 1.2), "freekv-resident-tau-0.9/8k/b16": result_of(16, 0.03, 2.0)},
+        **{"stock-fa3/8k/b16": result_of(16, 0.02, 1.0), "stock-flashinfer/8k/b16": result_of(16, 0.025, 0.5)},
+        **{"freekv-resident-tau-0.8/8k/b32": result_of(32, 0.01, 1.2), "stock-fa3/8k/b32": result_of(32, 0.02, 9.0, "cold")},
+        **{"stock-fa3/8k/b64": result_of(64, None, None), "stock-flashinfer/8k/b64": result_of(64, 0.1, 1.0)},
+    }
+    ours, pair = "freekv-resident-tau-0.8", crossover.FASTER
+    rows = {row.batch: row for row in comparison.compared(results, ours, *pair)}
+    both = rows[16]
+    assert both.tpot == (0.01, 0.02, 0.5) and both.ttft == (1.2, 0.5, 2.4) and both.by == "stock-fa3, stock-flashinfer"
+    assert rows[32].ttft == (1.2, 9.0, None) and rows[32].slower == ""  # a hit beside a cold prompt
+    assert rows[64].tpot[1] == 0.1 and rows[64].by == "stock-flashinfer"
+    assert [row.slower for row in comparison.compared(results, "freekv-resident-tau-0.9", *pair) if row.batch == 16] == ["TPOT+TTFT"]
+
+
+def test_residency_has_its_defaults_and_every_load(tmp_path):
+    systems = crossover.resident_systems(LLAMA)
+    flags = [system.setup.flags(system.base, tmp_path) | system.more for system in systems]
+    assert [each.get("--attention-backend") for each in flags] == [None, "fa3", "flashinfer"]
+    assert "--freekv-resident-memory" not in flags[0] and LLAMA.flags("freekv", tmp_path)["--freekv-resident-memory"] == 0
+    cells = [Cell(8192, 16, "cold"), Cell(8192, 1, "hit"), Cell(8192, 1, "cold")]
+    jobs = crossover.jobs_of(systems[0].name, cells, ["tau-0.8", "tau-0.9"])
+    assert [(job.key.removeprefix("freekv-resident-"), job.cell.prefix) for job in jobs] == [
+        ("tau-0.8/8k/b16", "cold"),
+        ("tau-0.9/8k/b16", "hit"),
+        ("tau-0.8/8k/b1", "hit"),
+        ("tau-0.9/8k/b1", "hit"),
+        ("tau-0.8/8k/b1-cold", "cold"),
+    ]
+    assert [job.key for job in crossover.jobs_of("stock-fa3", cells[:1], LOADS)] == ["stock-fa3/8k/b16"]
 
 
 @contextmanager
@@ -174,14 +208,15 @@ def test_a_crossover_that_is_there_starts_no_server(tmp_path):
             report.add(f"{system.name}/{cell.name}", result_of(cell.batch, 0.01, 1.0))
     again = Report("crossover", tmp_path)
 
-    def run(left) -> None:
-        crossover.run(systems, cells, left, again, Clock(5, 60), 24, 4)
+    def run() -> None:
+        jobs = {each.name: [job for job in crossover.jobs_of(each.name, cells, LOADS) if job.key not in again.results] for each in systems}
+        crossover.run(systems, jobs, again, Clock(5, 60), 24, 4)
 
     with mock.patch.object(crossover, "running", no_server):
-        run(lambda key: key not in again.results)
+        run()
         assert not again.failures
         del again.results["freekv/8k/b1"]
-        run(lambda key: key not in again.results)
+        run()
         assert [failure.split(":")[0] for failure in again.failures] == ["server freekv"]
 
 
@@ -203,7 +238,8 @@ def test_a_crossover_measures_what_is_left_and_tells_what_was_not_reached(tmp_pa
     monkeypatch.setattr(crossover.ttft, "warm_up", lambda *others: None)
     cells = [Cell(8192, batch, "hit") for batch in (8, 4, 2)]
     report.add("stock/8k/b8", result_of(8, 0.01, 1.0))
-    crossover.run(capacity.systems_of(LLAMA, LIMIT)[:1], cells, lambda key: key not in report.results, report, clock, 24, 4)
+    jobs = {"stock": crossover.jobs_of("stock", cells, LOADS)[1:]}
+    crossover.run(capacity.systems_of(LLAMA, LIMIT)[:1], jobs, report, clock, 24, 4)
     assert measured == ["8k/b4"] and set(report.results) == {"stock/8k/b8", "stock/8k/b4"}
     assert report.finish() == 1 and report.failures[0].startswith("stock/8k/b2: OutOfTime")
 
@@ -217,7 +253,7 @@ def test_a_server_may_start_for_longer_than_a_part_takes():
 
 def test_a_prompt_without_room_is_a_result():
     server = SimpleNamespace(setup=LLAMA, system="stock")
-    found = crossover.measure(server, Cell(131072, 4, "cold"), {"freekv": None, "max_total_num_tokens": 131072}, 256, 8, 60)
+    found = crossover.measure(server, Cell(131072, 4, "cold"), USUAL, {"freekv": None, "max_total_num_tokens": 131072}, 256, 8, 60)
     assert found == {"cell": {"context": 131072, "batch": 4, "prefix": "cold"}, "prefix": "no room", "at_once": 0}
 
 

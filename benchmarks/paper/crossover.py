@@ -1,10 +1,13 @@
 """Where FreeKV begins to pay, server against server: time per token, time to the first token and throughput by context and batch.
 
-    python -m benchmarks.paper.crossover --shape llama-3.1-8b                       # four servers, one after the other
+    python -m benchmarks.paper.crossover --contexts 8192 --batches 32 16 4 1        # three servers, one after the other
     python -m benchmarks.paper.crossover --only 'freekv*/128k/*'                    # what is there already is not measured again
+    python -m benchmarks.paper.crossover --systems stock freekv                     # without residency
     python -m benchmarks.paper.crossover --tables                                   # from the JSON alone
 
-``stock`` and ``freekv`` take what device memory they want; of the ``-same-kv`` two, all pools of KV on the device fit ``--device-kv``.
+``freekv-resident`` has FreeKV's defaults, under every load of ``--loads``. It is held against the faster of ``stock-fa3`` and
+``stock-flashinfer``, cell by cell and figure by figure. ``stock`` and ``freekv`` are FlashInfer and FreeKV with nothing resident; of the
+``-same-kv`` two, all pools of KV on the device fit ``--device-kv``.
 """
 
 from __future__ import annotations
@@ -13,25 +16,33 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import ttft
-from benchmarks.bench_load import CORRECTED, MISSED
 from benchmarks.bench_serving_pair import DRY_RUN
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import System, bytes_of, device_kv_bytes, expect_within, systems_of
+from benchmarks.paper.comparison import comparison
 from benchmarks.paper.passes import figures_of, prefix_of
-from benchmarks.report import Report, arguments, chosen, table
+from benchmarks.profiles import LOADS, USUAL
+from benchmarks.report import Report, arguments, chosen
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
 from benchmarks.tpot import SETTLE_TOKENS, achieved, prompts_of
 from sglang_freekv.config import GIB
 
-PAIRS = {"production": ("freekv", "stock"), "same KV bytes on the device": ("freekv-same-kv", "stock-same-kv")}
+RESIDENT, BACKENDS = "freekv-resident", ("fa3", "flashinfer")
+UNDER = {f"resident, {load}": load for load in LOADS}  # titles, and loads
+FASTER = tuple(f"stock-{backend}" for backend in BACKENDS)  # of which stock SGLang's figures are the faster one's
+PAIRS = {  # FreeKV, and what it is held against
+    "production": ("freekv", "stock"),
+    "same KV bytes on the device": ("freekv-same-kv", "stock-same-kv"),
+} | {title: (f"{RESIDENT}-{load}", *FASTER) for title, load in UNDER.items()}
+SYSTEMS = (RESIDENT, *FASTER, "stock", "freekv", "stock-same-kv", "freekv-same-kv")
 FULL = {"contexts": (8192, 32768, 131072), "batches": (64, 16, 4, 1), "tokens": 256, "interval": 8, "device_kv": 16.0}
 DRY = {"contexts": (8192, 32768), "batches": (8, 1), "tokens": 24, "interval": 4, "device_kv": 0.06}
 
@@ -49,6 +60,36 @@ class Cell(NamedTuple):
         return f"{self.context // 1024}k/b{self.batch}{alone}"
 
 
+class Job(NamedTuple):
+    """A cell to be measured, under a load of ``LOADS``."""
+
+    key: str
+    cell: Cell
+    load: str
+
+
+def jobs_of(system: str, cells: Sequence[Cell], loads: Sequence[str]) -> list[Job]:
+    """Residency is measured under all ``loads``: the first one's cells as they are, the others' as hits right behind."""
+    if system != RESIDENT:
+        return [Job(f"{system}/{cell.name}", cell, USUAL) for cell in cells]
+    first, *others = loads
+    jobs = []
+    for cell in cells:
+        jobs.append(Job(f"{RESIDENT}-{first}/{cell.name}", cell, first))
+        if not cell.name.endswith("-cold"):
+            hit = cell._replace(prefix="hit")
+            jobs += [Job(f"{RESIDENT}-{load}/{hit.name}", hit, load) for load in others]
+    return jobs
+
+
+def resident_systems(setup: Setup) -> list[System]:
+    """FreeKV as it is by default, and stock SGLang with each of its backends; a CPU has one of its own."""
+    backends = BACKENDS if setup.device == "cuda" else BACKENDS[-1:]
+    flags = {backend: {"--attention-backend": backend} if setup.device == "cuda" else {} for backend in backends}
+    stock = [System(f"stock-{backend}", "stock", setup, more) for backend, more in flags.items()]
+    return [System(RESIDENT, "freekv", replace(setup, resident=True)), *stock]
+
+
 def cells_of(contexts: Sequence[int], batches: Sequence[int], most_tokens: int) -> list[Cell]:
     """For each context the largest batch cold, then smaller ones as hits, and one request cold; batches of at most ``most_tokens``."""
     cells = []
@@ -61,12 +102,12 @@ def cells_of(contexts: Sequence[int], batches: Sequence[int], most_tokens: int) 
     return cells
 
 
-def measure(server: BenchServer, cell: Cell, facts: dict, tokens: int, interval: int, deadline_s: float) -> dict:
+def measure(server: BenchServer, cell: Cell, load: str, facts: dict, tokens: int, interval: int, deadline_s: float) -> dict:
     """One cell. A prompt that the server's pool cannot hold is no failure, but a result."""
     setup, context = server.setup, cell.context // server.setup.scale
     if context + tokens + setup.page_size >= facts["max_total_num_tokens"]:
         return {"cell": cell._asdict(), "prefix": "no room", "at_once": 0}
-    server.set_load(setup.load(CORRECTED, MISSED, context))
+    server.set_load(setup.named_load(load, context))
     prompts = prompts_of(setup, cell.context, cell.batch)
     if cell.prefix == "cold":
         server.flush()
@@ -78,6 +119,7 @@ def measure(server: BenchServer, cell: Cell, facts: dict, tokens: int, interval:
     shares = achieved(setup, streams)
     return {
         "cell": cell._asdict(),
+        "load": load,
         "scale": setup.scale,
         "new_tokens": tokens,
         "prefix": prefix_of(streams, setup.page_size),
@@ -88,8 +130,8 @@ def measure(server: BenchServer, cell: Cell, facts: dict, tokens: int, interval:
     }
 
 
-def serve(server: BenchServer, system: System, cells: list[Cell], report: Report, clock: Clock, tokens: int, interval: int) -> None:
-    """All cells that are left of one server."""
+def serve(server: BenchServer, system: System, jobs: list[Job], report: Report, clock: Clock, tokens: int, interval: int) -> None:
+    """All that is left of one server."""
     facts = server.facts()
     held = device_kv_bytes(system.setup, facts)
     report.note(**{f"server {system.name}": facts | {"device_kv_bytes": held}})
@@ -97,22 +139,20 @@ def serve(server: BenchServer, system: System, cells: list[Cell], report: Report
     with report.part(f"{system.name}/warm-up"):
         server.set_load(None)
         ttft.warm_up(server, clock.left())
-    for cell in cells:
-        with report.part(f"{system.name}/{cell.name}"):
-            result = measure(server, cell, facts, tokens, interval, clock.left())
-            report.add(f"{system.name}/{cell.name}", result | {"device_kv_bytes": held})
+    for key, cell, load in jobs:
+        with report.part(key):
+            result = measure(server, cell, load, facts, tokens, interval, clock.left())
+            report.add(key, result | {"device_kv_bytes": held})
 
 
-def run(
-    systems: list[System], cells: list[Cell], left: Callable[[str], bool], report: Report, clock: Clock, tokens: int, interval: int
-) -> None:
+def run(systems: list[System], jobs: dict[str, list[Job]], report: Report, clock: Clock, tokens: int, interval: int) -> None:
     """One server after the other; none of which nothing is left.
 
     Args:
-        left: whether a key is to be measured.
+        jobs: what is left, by system.
     """
     for system in systems:
-        mine = [cell for cell in cells if left(f"{system.name}/{cell.name}")]
+        mine = jobs[system.name]
         if not mine:
             continue
         with report.part(f"server {system.name}"), tempfile.TemporaryDirectory() as scratch:
@@ -121,66 +161,12 @@ def run(
             keep_log(Path(scratch) / f"{system.base}.log", report.path, system.name)
 
 
-class Compared(NamedTuple):
-    """A cell by two systems, as far as both have it.
-
-    Args:
-        slower: the figures in which FreeKV is.
-        tpot, ttft: seconds of ours and of theirs, and their ratio.
-        tokens, decoding, at_once: output tokens per second over the whole pass, and while the most decode; and how many do.
-    """
-
-    name: str
-    context: int
-    batch: int
-    prefix: str
-    slower: str
-    tpot: tuple[float | None, float | None, float | None]
-    ttft: tuple[float | None, float | None, float | None]
-    tokens: tuple[float | None, float | None]
-    decoding: tuple[float | None, float | None]
-    at_once: tuple[int | None, int | None]
-    ours: dict
-    theirs: dict
-
-    @classmethod
-    def of(cls, name: str, cell: dict, ours: dict, theirs: dict) -> Compared:
-        pair = ours, theirs
-        times = {
-            "TPOT": _ratio(*(each.get("tpot_s") for each in pair)),
-            "TTFT": _ratio(*(each.get("ttft_s", {}).get("median") for each in pair)),
-        }
-        slower = "+".join(what for what, (*_, ratio) in times.items() if ratio and ratio > 1)
-        prefix = "/".join(dict.fromkeys(each["prefix"] for each in pair if each))
-        rates = (tuple(each.get(figure) for each in pair) for figure in ("tokens_per_s", "decoding_tokens_per_s", "at_once"))
-        return cls(name, cell["context"], cell["batch"], prefix, slower, *times.values(), *rates, *pair)
-
-
-def _ratio(ours: float | None, theirs: float | None) -> tuple[float | None, float | None, float | None]:
-    return ours, theirs, ours / theirs if ours and theirs else None
-
-
-def compared(results: dict, ours: str, theirs: str) -> list[Compared]:
-    """Cell by cell; those first in which FreeKV is slower."""
-    cells = {key.split("/", 1)[1]: result["cell"] for key, result in results.items() if key.split("/")[0] in (ours, theirs)}
-    rows = [Compared.of(name, cell, *(results.get(f"{system}/{name}", {}) for system in (ours, theirs))) for name, cell in cells.items()]
-    return sorted(rows, key=lambda row: (not row.slower, row.context, -row.batch))
-
-
-def comparison(results: dict, title: str, ours: str, theirs: str) -> str:
-    rows = []
-    for row in compared(results, ours, theirs):
-        tpot, retracted = [value and value * 1e3 for value in row.tpot[:2]], [each.get("retractions") for each in (row.ours, row.theirs)]
-        named = row.name, row.slower or None, row.prefix
-        rows.append((*named, *tpot, row.tpot[2], *row.ttft, *row.tokens, *row.decoding, *row.at_once, *retracted))
-    twos = [f"{what}{which}" for what in ("tokens/s", "decoding", "at once", "retracted") for which in ("", ", stock")]
-    return table((title, "slower in", "prefix", "TPOT ms", "stock", "ratio", "TTFT s", "stock", "ratio", *twos), rows)
-
-
 def parse() -> argparse.Namespace:
-    systems = [system for pair in PAIRS.values() for system in pair]
-    parser = arguments(__doc__, "paper-crossover-SHAPE", [f"{system}/CONTEXTk/bBATCH" for system in systems])
+    measured = dict.fromkeys(system for pair in PAIRS.values() for system in pair)
+    parser = arguments(__doc__, "paper-crossover-SHAPE", [f"{system}/CONTEXTk/bBATCH" for system in measured])
     parser.add_argument("--shape", choices=SHAPES, default=Setup.shape)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS[:3], help="servers to start, in this order")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help=f"replayed by {RESIDENT}; the others: {USUAL}")
     for name, kind, told in (
         ("contexts", int, "tokens of the prompts"),
         ("batches", int, "prompts at once"),
@@ -223,10 +209,13 @@ def main() -> int:
 
     if not options.tables:
         cells = cells_of(options.contexts, options.batches, options.most_tokens)
-        systems, clock = systems_of(setup, int(options.device_kv * GIB)), Clock(options.minutes, options.part_seconds)
-        if any(left(f"{system.name}/{cell.name}") for system in systems for cell in cells):
+        clock = Clock(options.minutes, options.part_seconds)
+        known = {system.name: system for system in (*resident_systems(setup), *systems_of(setup, int(options.device_kv * GIB)))}
+        systems = [known[name] for name in options.systems if name in known]
+        jobs = {name: [job for job in jobs_of(name, cells, options.loads) if left(job.key)] for name in known}
+        if any(jobs[system.name] for system in systems):
             report.note(ceilings=asdict(Ceilings.measure_apart(setup.device)))
-        run(systems, cells, left, report, clock, options.tokens, options.interval)
+        run(systems, jobs, report, clock, options.tokens, options.interval)
     return report.finish(*(comparison(report.results, title, *pair) for title, pair in PAIRS.items()))
 
 

@@ -5,19 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.paper import crossover, plots
+from benchmarks.paper.comparison import Compared, compared
 from benchmarks.paper.parts import bound_of
+from benchmarks.profiles import LOADS, NEAREST, Shares
 from benchmarks.report import markdown
 from benchmarks.setups import Setup
 from sglang_freekv.config import GIB
 
 from .section import Aim, Section, ms
 
-AT = 32768  # tokens, of the aim for the same KV bytes
-PRODUCTION = "production"
+AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
+PRODUCTION, SAME = "production", "same KV bytes on the device"
+DRAWN = {PRODUCTION: "production", SAME: "same", f"resident, {NEAREST}": "resident"}  # and what the takeaways tell of, the last one first
+
+
+def _told_of(shares: Shares) -> str:
+    corrected = shares.corrected
+    named = f"{corrected:g}" if isinstance(corrected, float) else f"{min(corrected):.2f} to {max(corrected):.2f} by layer"
+    return f"c {named}, x {shares.missed:g}"
+
+
 TOLD = {
-    PRODUCTION: "Both servers take the memory that they want.",
-    "same KV bytes on the device": "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang. "
+    PRODUCTION: "Both servers take the memory that they want. Nothing is resident in FreeKV's, so every page comes from the host.",
+    SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang. "
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
+} | {
+    title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has the "
+    "faster backend of FlashAttention 3 and FlashInfer in the same run, for TPOT and for TTFT; the last column names it."
+    for title, load in crossover.UNDER.items()
 }
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
 
@@ -30,36 +45,37 @@ def of_crossover(path: Path, directory: Path) -> Section:
         "at once. TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
     for title, pair in crossover.PAIRS.items():
-        rows = crossover.compared(section.results, *pair)
+        rows = [row for row in compared(section.results, *pair) if row.ours or title not in crossover.UNDER]
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
         told = TOLD[title].format(**held) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}", told, _table(section, rows))
-        what, unit = ("time per token", "ms") if title == PRODUCTION else ("decoding together", "tokens per second")
-        drawn, lines = f"{section.shape}, {title}: {what}", _curves(rows, title)
-        section.picture(title.split()[0], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
+        if title in DRAWN:
+            what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
+            drawn, lines = f"{section.shape}, {title}: {what}", _curves(rows, title)
+            section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
+            section.facts |= _facts(title, rows, held["theirs"])
         section.aims += _aims(section, title, rows)
-        section.facts |= _facts(title, rows, held["theirs"])
     return section
 
 
-def _table(section: Section, rows: list[crossover.Compared]) -> str:
+def _table(section: Section, rows: list[Compared]) -> str:
     lines = []
     for row in rows:
         tpot = _both(value and ms(value) for value in row.tpot[:2]), _two(row.tpot[2])
         ttft = _both(_two(value) for value in row.ttft[:2]), _two(row.ttft[2])
         rates = [_both(value and f"{value:.0f}" for value in pair) for pair in (row.tokens, row.decoding, row.at_once)]
         over = _both(_two(_over_least(section, side)) for side in (row.ours, row.theirs))
-        lines.append((row.name, row.slower or None, row.prefix, *tpot, *ttft, *rates, over))
-    return markdown(HEADER, lines)
+        lines.append((row.name, row.slower or None, row.prefix, *tpot, *ttft, *rates, over, *([row.by] if row.by else [])))
+    return markdown(HEADER + ("faster",) if any(row.by for row in rows) else HEADER, lines)
 
 
 def _both(pair) -> str:
     return " / ".join("-" if value is None else str(value) for value in pair)
 
 
-def _no_room(section: Section, system: str, rows: list[crossover.Compared]) -> str:
+def _no_room(section: Section, system: str, rows: list[Compared]) -> str:
     """By how few tokens a prompt does not fit the pool of stock SGLang."""
     refused = [row for row in rows if row.theirs.get("prefix") == "no room" and row.batch == 1]
     pools = [section.written["runs"][row.theirs["run"]].get(f"server {system}", {}).get("max_total_num_tokens") for row in refused]
@@ -91,29 +107,54 @@ def _two(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
 
 
-def _curves(rows: list[crossover.Compared], title: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
+def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """By batch, for each context and system: TPOT, or the rate where fewer requests fit one system than the other; the cold request
     alone is no point of it."""
     curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: (row.context, row.batch)):
-        figures = [seconds and seconds * 1e3 for seconds in row.tpot[:2]] if title == PRODUCTION else row.decoding
+        figures = [seconds and seconds * 1e3 for seconds in row.tpot[:2]] if title != SAME else row.decoding
         for who, figure in zip(("FreeKV", "stock SGLang"), figures):
             if figure and not row.name.endswith("-cold"):
                 curves.setdefault((who, f"{row.context // 1024}K"), []).append((row.batch, figure))
     return curves
 
 
-def _facts(title: str, rows: list[crossover.Compared], held: float) -> dict:
-    if title != PRODUCTION:
+def _facts(title: str, rows: list[Compared], held: float) -> dict:
+    if title == SAME:
         return {"held": held, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
     alone = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
     hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
     slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
-    return {"alone": alone, "hits": hits, "slowest": slowest}
+    return {"alone": alone, "hits": hits, "slowest": slowest, "resident": title != PRODUCTION}
 
 
-def _aims(section: Section, title: str, rows: list[crossover.Compared]) -> list[Aim]:
+def _aims_resident(shape: str, load: str, rows: list[Compared]) -> list[Aim]:
+    def worst(ratios) -> float | None:
+        return max((ratio for ratio in ratios if ratio), default=None)
+
+    short = [row for row in rows if row.context == SHORT]
+    largest = max((row.batch for row in short), default=None)
+    hits = [row for row in rows if row.prefix == "hit"]
+    told = f"{shape}, resident, {load}: "
+    return [
+        Aim(f"{told}TPOT / stock SGLang's, worst cell", worst(row.tpot[2] for row in rows), 1.0, False),
+        Aim(
+            f"{told}TPOT / stock SGLang's at 8K, batch {largest}", worst(row.tpot[2] for row in short if row.batch == largest), 0.55, False
+        ),
+        Aim(f"{told}TTFT of one hit / stock SGLang's, worst context", worst(row.ttft[2] for row in hits if row.batch == 1), 1.5, False),
+        Aim(
+            f"{told}TTFT of sixteen hits of 8K / stock SGLang's",
+            worst(r.ttft[2] for r in hits if (r.context, r.batch) == (SHORT, 16)),
+            1.5,
+            False,
+        ),
+    ]
+
+
+def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
     shape = section.shape
+    if title in crossover.UNDER:
+        return _aims_resident(shape, crossover.UNDER[title], rows)
     if title == PRODUCTION:
         alone = [row for row in rows if row.batch == 1 and row.tpot[2]]
         what = f"{shape}: TPOT / stock SGLang's at batch 1, worst of the contexts"
@@ -133,7 +174,7 @@ def _aims(section: Section, title: str, rows: list[crossover.Compared]) -> list[
     return aims
 
 
-def _sooner(section: Section, row: crossover.Compared, what: str) -> float:
+def _sooner(section: Section, row: Compared, what: str) -> float:
     """How many times the tokens per second there would be if a step took its least time; prefill takes what it took."""
     over = _over_least(section, row.ours)
     if what == "decoding":

@@ -1,0 +1,91 @@
+"""Results of the crossover side by side: FreeKV's cell, and stock SGLang's by the faster of its backends."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from benchmarks.report import table
+
+
+class Compared(NamedTuple):
+    """A cell by two systems, as far as both have it.
+
+    Args:
+        slower: the figures in which FreeKV is.
+        by: whose TPOT and TTFT theirs are, where there are several; else empty.
+        tpot, ttft: seconds of ours and of theirs, and their ratio.
+        tokens, decoding, at_once: output tokens per second over the whole pass, and while the most decode; and how many do.
+    """
+
+    name: str
+    context: int
+    batch: int
+    prefix: str
+    slower: str
+    by: str
+    tpot: tuple[float | None, float | None, float | None]
+    ttft: tuple[float | None, float | None, float | None]
+    tokens: tuple[float | None, float | None]
+    decoding: tuple[float | None, float | None]
+    at_once: tuple[int | None, int | None]
+    ours: dict
+    theirs: dict
+
+    @classmethod
+    def of(cls, name: str, cell: dict, ours: dict, others: dict[str, dict]) -> Compared:
+        theirs, by = fastest(others)
+        pair = ours, theirs
+        times = {
+            "TPOT": _ratio(*map(_tpot, pair)),
+            "TTFT": _ratio(*map(_ttft, pair)),
+        }
+        if {each.get("prefix") for each in pair} == {"hit", "cold"}:
+            times["TTFT"] = (*times["TTFT"][:2], None)
+        slower = "+".join(what for what, (*_, ratio) in times.items() if ratio and ratio > 1)
+        prefix = "/".join(dict.fromkeys(each["prefix"] for each in pair if each))
+        rates = (tuple(each.get(figure) for each in pair) for figure in ("tokens_per_s", "decoding_tokens_per_s", "at_once"))
+        return cls(name, cell["context"], cell["batch"], prefix, slower, by, *times.values(), *rates, *pair)
+
+
+def fastest(others: dict[str, dict]) -> tuple[dict, str]:
+    """The result with the least TPOT, but with the least TTFT of all; and the names of both, where there are several."""
+    if not others:
+        return {}, ""
+    names = [min(others, key=lambda name: figure(others[name]) or math.inf) for figure in (_tpot, _ttft)]
+    theirs = others[names[0]]
+    if _ttft(others[names[1]]):
+        theirs = theirs | {"ttft_s": others[names[1]]["ttft_s"]}
+    return theirs, ", ".join(dict.fromkeys(names)) if len(others) > 1 else ""
+
+
+def _tpot(result: dict) -> float | None:
+    return result.get("tpot_s")
+
+
+def _ttft(result: dict) -> float | None:
+    return result.get("ttft_s", {}).get("median")
+
+
+def _ratio(ours: float | None, theirs: float | None) -> tuple[float | None, float | None, float | None]:
+    return ours, theirs, ours / theirs if ours and theirs else None
+
+
+def compared(results: dict, ours: str, *theirs: str) -> list[Compared]:
+    """Cell by cell; those first in which FreeKV is slower."""
+    cells = {key.split("/", 1)[1]: result["cell"] for key, result in results.items() if key.split("/")[0] in (ours, *theirs)}
+    rows = []
+    for name, cell in cells.items():
+        others = {system: found for system in theirs if (found := results.get(f"{system}/{name}"))}
+        rows.append(Compared.of(name, cell, results.get(f"{ours}/{name}", {}), others))
+    return sorted(rows, key=lambda row: (not row.slower, row.context, -row.batch))
+
+
+def comparison(results: dict, title: str, ours: str, *theirs: str) -> str:
+    rows = []
+    for row in compared(results, ours, *theirs):
+        tpot, retracted = [value and value * 1e3 for value in row.tpot[:2]], [each.get("retractions") for each in (row.ours, row.theirs)]
+        named = row.name, row.slower or None, row.prefix
+        rows.append((*named, *tpot, row.tpot[2], *row.ttft, *row.tokens, *row.decoding, *row.at_once, *retracted, row.by or None))
+    twos = [f"{what}{which}" for what in ("tokens/s", "decoding", "at once", "retracted") for which in ("", ", stock")]
+    return table((title, "slower in", "prefix", "TPOT ms", "stock", "ratio", "TTFT s", "stock", "ratio", *twos, "by"), rows)
