@@ -26,10 +26,9 @@ class Readback:
             self._values = self.source.tolist()
             self.arrived += 1
             return
-        copy, copied = torch.empty_like(self.source, device="cpu", pin_memory=True), torch.cuda.Event()
+        copy = torch.empty_like(self.source, device="cpu", pin_memory=True)
         copy.copy_(self.source, non_blocking=True)
-        copied.record()
-        self._copies.append((copied, copy))
+        self._copies.append((torch.cuda.current_stream(self.source.device.index).record_event(), copy))
 
     def poll(self) -> list[int]:
         """The values of the last copy that is complete; zeros before the first."""

@@ -43,12 +43,12 @@ class InlineStream:
 
 
 class _CudaHandle:
-    def __init__(self, event: torch.cuda.Event, work: Callable[[], None] | None = None) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, device: int, work: Callable[[], None] | None = None) -> None:
+        self.event, self.device = event, device
         self.work = work  # keeps the tensors of the work alive until the current stream is ordered after it
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self.event.wait(torch.cuda.current_stream(self.device))
 
 
 class CudaStream:
@@ -56,22 +56,25 @@ class CudaStream:
 
     def __init__(self, device: str) -> None:
         self.stream = torch.cuda.Stream(device)
+        # PyTorch is always told the number of the device: to look it up takes longer than all else that a submission does. Its context
+        # manager for streams looks it up as well.
+        self.device = self.stream.device_index
 
     def submit(self, work: Callable[[], None], behind: Sequence[Handle] | None = None) -> Handle:
+        current = torch.cuda.current_stream(self.device)
         if behind is None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+            self.stream.wait_stream(current)
+        torch.cuda.set_stream(self.stream)
+        try:
             for handle in behind or ():
                 handle.wait()
             work()
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return _CudaHandle(event, work)
+        finally:
+            torch.cuda.set_stream(current)
+        return _CudaHandle(self.stream.record_event(), self.device, work)
 
     def mark(self) -> Handle:
-        event = torch.cuda.Event()
-        event.record()
-        return _CudaHandle(event)
+        return _CudaHandle(torch.cuda.current_stream(self.device).record_event(), self.device)
 
 
 class Streams(NamedTuple):
