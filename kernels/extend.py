@@ -75,10 +75,11 @@ class FlashInferExtend:
             return
         keys = torch.tensor(key_lens)
         pages = -(-keys // self.page_size)
-        where = (to_device(x, frames.device) for x in ragged(pages))
+        owners, page = ragged(pages)
+        held = frames.take(to_device(owners * frames.shape[1] + page, frames.device))
         last_lens = (keys - (pages - 1) * self.page_size).int()  # on the host, as the bounds: FlashInfer computes lengths from both there
         bounds, shape = (_bounds(query_lens), _bounds(pages.tolist())), (*self.shape, self.page_size)
-        self.paged[self.backend].plan(*bounds, frames[tuple(where)], last_lens, *shape, causal=True, q_data_type=self.dtype)
+        self.paged[self.backend].plan(*bounds, held, last_lens, *shape, causal=True, q_data_type=self.dtype)
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape.

@@ -17,3 +17,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.is_cuda or device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """``tensors [N]`` of int64 on ``device``, in one copy. Each lies at a multiple of 16 bytes, for which kernels are compiled."""
+    lengths = [len(tensor) + len(tensor) % 2 for tensor in tensors]
+    packed = torch.zeros(sum(lengths), dtype=torch.int64)
+    for tensor, place in zip(tensors, packed.split(lengths)):
+        place[: len(tensor)] = tensor
+    return [place[: len(tensor)] for tensor, place in zip(tensors, to_device(packed, device).split(lengths))]

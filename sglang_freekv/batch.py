@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_freekv.kernels.ragged import ragged, to_device
+from sglang_freekv.kernels.ragged import all_to_device, ragged, to_device
 
 
 @dataclass(frozen=True)
@@ -80,49 +80,40 @@ class ExtendBatch(DecodeBatch):
         """
         if uneven := [length for length in prefix_lens if length % page_size]:
             raise RuntimeError(f"extend after a prefix of {uneven[0]} tokens, expected a multiple of the page size {page_size}")
-        device = rows.device
         prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
-        key = prefix + query
-        places = Places(frames.long() * page_size, page_size) if in_place else Places.staged(key, page_size)
-        full_owner, full_page = ragged(key // page_size - prefix // page_size)
-        full_page += (prefix // page_size)[full_owner]
+        key, first, width = prefix + query, prefix // page_size, page_table.shape[1]
+        starts = _starts(key)
+        full_owner, full_page = ragged(key // page_size - first)
+        full_page += first[full_owner]
         token_owner, token = ragged(query)
+        token += prefix[token_owner]
+        full, written = full_owner * width + full_page, token_owner * width + token // page_size  # places in a table when it is flat
+        on_host = [key, query.cumsum(0) - 1, full, written, token % page_size]
+        if not in_place:
+            on_host += starts, starts[token_owner] + token, starts[full_owner] + full_page * page_size
+        seq_lens, last_tokens, full, written, offsets, *staged = all_to_device(rows.device, *on_host)
+        if in_place:
+            new_rows, full_starts = offsets.add(frames.take(written), alpha=page_size), frames.take(full).long() * page_size
+        else:
+            starts, new_rows, full_starts = staged
         return cls(
             rows=rows,
-            seq_lens=to_device(key, device),
+            seq_lens=seq_lens,
             page_table=page_table,
             frames=frames,
             query_lens=query_lens,
             key_lens=key.tolist(),
-            context_starts=None if in_place else to_device(places.starts[:, 0], device),
-            new_rows=to_device(places.token_rows(token_owner, prefix[token_owner] + token), device),
-            full_pages=page_table[to_device(full_owner, device), to_device(full_page, device)],
-            full_starts=to_device(places.token_rows(full_owner, full_page * page_size), device),
-            last_tokens=to_device(query.cumsum(0) - 1, device),
+            context_starts=None if in_place else starts,
+            new_rows=new_rows,
+            full_pages=page_table.take(full),
+            full_starts=full_starts,
+            last_tokens=last_tokens,
         )
 
 
-class Places(NamedTuple):
-    """Where the pages of an extend's contexts lie.
-
-    Args:
-        starts: ``[B, P]`` int64 first token row of each logical page. It is on the host if the host knows it, which is so in a staging buffer.
-        page_size: S.
-    """
-
-    starts: torch.Tensor
-    page_size: int
-
-    @classmethod
-    def staged(cls, key_lens: torch.Tensor, page_size: int) -> Places:
-        """Contexts of ``key_lens [B]`` tokens, end to end in a staging buffer."""
-        pages = torch.arange(-(-int(key_lens.max()) // page_size))
-        return cls((key_lens.cumsum(0) - key_lens)[:, None] + pages * page_size, page_size)
-
-    def token_rows(self, owners: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """``[N]`` token rows, on the device of ``starts``, of positions ``tokens [N]`` of requests ``owners [N]``, both on the host."""
-        owners, tokens = (to_device(x, self.starts.device) for x in (owners, tokens))
-        return self.starts[owners, tokens // self.page_size] + tokens % self.page_size
+def _starts(key_lens: torch.Tensor) -> torch.Tensor:
+    """``[B]`` first token rows of contexts that lie end to end in a staging buffer."""
+    return key_lens.cumsum(0) - key_lens
 
 
 class StagedPages(NamedTuple):
@@ -172,8 +163,7 @@ class StagedPrefixes:
         """Lay out the prefixes in the contexts of ``ExtendBatch.build``, whose arguments these are."""
         prefix, query = torch.tensor(prefix_lens), torch.tensor(query_lens)
         owners, pages = ragged(prefix // page_size)
-        starts = Places.staged(prefix + query, page_size).token_rows(owners, pages * page_size)
-        return cls(req_to_token, rows, owners, pages, starts, page_size)
+        return cls(req_to_token, rows, owners, pages, _starts(prefix + query)[owners] + pages * page_size, page_size)
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -181,9 +171,8 @@ class StagedPrefixes:
     def look_up(self) -> StagedPages:
         """As ``Prefixes.look_up``; the scheduler writes the table."""
         device = self.req_to_token.device
-        owners, pages = to_device(self.owners, device), to_device(self.pages, device)
-        host_pages = self.req_to_token[self.rows[owners], pages * self.page_size] // self.page_size
-        return StagedPages(host_pages, to_device(self.starts, device))
+        owners, pages, starts = all_to_device(device, self.owners, self.pages, self.starts)
+        return StagedPages(self.req_to_token[self.rows[owners], pages * self.page_size] // self.page_size, starts)
 
 
 @dataclass(frozen=True)
@@ -193,28 +182,27 @@ class AbsentPrefixes:
     Args:
         page_table: ``[B, P]`` logical page -> host page.
         given: ``[B, P]`` the frame that this batch gave each logical page, -1 for a page that had one or is another request's here, too.
-        owners, pages: ``[N]`` request and logical page of each prefix page, on the host.
+        pages: ``[N]`` place of each prefix page in a table when it is flat, on the host.
         page_size: S.
     """
 
     page_table: torch.Tensor
     given: torch.Tensor
-    owners: torch.Tensor
     pages: torch.Tensor
     page_size: int
 
     @classmethod
     def build(cls, page_table: torch.Tensor, given: torch.Tensor, prefix_lens: list[int], page_size: int) -> AbsentPrefixes:
         """Of a batch whose other arguments are those of ``ExtendBatch.build``."""
-        return cls(page_table, given, *ragged(torch.tensor(prefix_lens) // page_size), page_size)
+        owners, pages = ragged(torch.tensor(prefix_lens) // page_size)
+        return cls(page_table, given, owners * page_table.shape[1] + pages, page_size)
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def look_up(self) -> StagedPages:
         """As ``Prefixes.look_up``; the pass itself writes the tables. The absent pages come first, because only the device knows them."""
-        device = self.page_table.device
-        where = to_device(self.owners, device), to_device(self.pages, device)
-        given = self.given[where]
-        host_pages, order = self.page_table[where].where(given >= 0, -1).sort(descending=True)
+        pages = to_device(self.pages, self.page_table.device)
+        given = self.given.take(pages)
+        host_pages, order = self.page_table.take(pages).where(given >= 0, -1).sort(descending=True)
         return StagedPages(host_pages, given[order].long() * self.page_size)

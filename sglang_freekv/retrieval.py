@@ -63,7 +63,7 @@ class Retrieval(Engine):
         else:
             self.store.staging.begin(sum(batch.key_lens), plan.prefixes, plan.behind)
         self.extend_attention.plan(batch.query_lens, batch.key_lens, batch.frames if batch.in_place else None)
-        self.counts[batch.rows] = 0
+        self.counts.index_fill_(0, batch.rows.long(), 0)
 
     def extend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ExtendBatch, scale: float

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_freekv.batch import AbsentPrefixes, ExtendBatch, StagedPrefixes
+from sglang_freekv.kernels.ragged import all_to_device
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 7), st.integers(1, 40)), min_size=1, max_size=6
@@ -91,3 +92,12 @@ def test_a_prefix_that_is_not_whole_pages_is_refused(pages, over, page_size):
     prefix = pages * page_size + 1 + over % (page_size - 1)
     with pytest.raises(RuntimeError, match=f"prefix of {prefix} tokens, expected a multiple of the page size {page_size}$"):
         ExtendBatch.build(torch.tensor([1, 2]), *torch.ones(2, 2, 200, dtype=torch.int64), [0, prefix], [1, 1], page_size)
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6))
+@settings(max_examples=50)
+def test_tensors_that_travel_together_stay_apart_and_aligned(lengths):
+    tensors = [torch.arange(length) + 10 * index for index, length in enumerate(lengths)]
+    arrived = all_to_device(torch.device("cpu"), *tensors)
+    assert [tensor.tolist() for tensor in arrived] == [tensor.tolist() for tensor in tensors]
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in arrived)
