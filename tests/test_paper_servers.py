@@ -194,6 +194,20 @@ def test_residency_has_its_defaults_and_every_load(tmp_path):
     assert [job.key for job in crossover.jobs_of("stock-fa3", cells[:1], LOADS)] == ["stock-fa3/8k/b16"]
 
 
+def test_long_generation_joins_the_steps_along_the_way():
+    lengths = {"ours": {1024: 0.01, 16384: 0.01}, "theirs-a": {1024: 0.01, 16384: 0.03}, "theirs-b": {1024: 0.02, 16384: 0.02}}
+    results = {
+        f"{system}/{context // 1024}k/b4": result_of(4, seconds, 1.0) | {"cell": Cell(context, 4, "hit")._asdict()}
+        for system, steps in lengths.items()
+        for context, seconds in steps.items()
+    } | {"ours/1k/b8": result_of(8, 0.01, 1.0) | {"cell": Cell(1024, 8, "hit")._asdict()}}
+    (row,) = comparison.long_generation(results, "ours", "theirs-a", "theirs-b")
+    asked = comparison.LONG
+    steps = [asked.prompt + token for token in range(1, asked.answer)]
+    faster = [min(max(0.01 + 0.01 * (length - 1024) / 15360, 0.01), 0.02) for length in steps]  # of the two at each length
+    assert row[:2] == (4, "1K, 16K") and row[2:] == pytest.approx((0.01, (mean := sum(faster) / len(steps)), 0.01 / mean))
+
+
 @contextmanager
 def no_server(*arguments, **options):
     raise AssertionError("a server was started")
@@ -321,9 +335,11 @@ def test_a_goodput_that_is_there_starts_no_server(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_server_climbs_until_it_is_saturated_or_fails(fails, tmp_path, monkeypatch):
+    loads = []
+
     @contextmanager
     def running(*arguments):
-        yield SimpleNamespace(facts=dict, set_load=lambda load: None)
+        yield SimpleNamespace(facts=dict, set_load=loads.append)
 
     def measure(client, server, questions, rate):
         if fails and rate == 1.0:
@@ -336,6 +352,8 @@ def test_a_server_climbs_until_it_is_saturated_or_fails(fails, tmp_path, monkeyp
     goodput.run(client, ["freekv"], ladder(), report, Clock(5, 60))
     assert list(report.results) == (["freekv/0.5"] if fails else ["freekv/0.5", "freekv/1", "freekv/2"])
     assert report.finish() == int(fails) and report.results["freekv/0.5"]["goodput"] == 0.45
+    assert loads == [LLAMA.named_load("tau-0.9-by-layer", QUESTIONS.tokens)]
+    assert {result["load"] for result in report.results.values()} == {"tau-0.9-by-layer"}
 
 
 def test_the_table_of_goodputs():

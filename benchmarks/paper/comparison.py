@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from benchmarks.paper.scenarios import SCENARIOS
 from benchmarks.report import table
+
+LONG = SCENARIOS["long-generation"]
 
 
 class Compared(NamedTuple):
@@ -89,3 +92,27 @@ def comparison(results: dict, title: str, ours: str, *theirs: str) -> str:
         rows.append((*named, *tpot, row.tpot[2], *row.ttft, *row.tokens, *row.decoding, *row.at_once, *retracted, row.by or None))
     twos = [f"{what}{which}" for what in ("tokens/s", "decoding", "at once", "retracted") for which in ("", ", stock")]
     return table((title, "slower in", "prefix", "TPOT ms", "stock", "ratio", "TTFT s", "stock", "ratio", *twos, "by"), rows)
+
+
+def long_generation(results: dict, ours: str, *theirs: str) -> list[tuple[int, str, float, float, float]]:
+    """Batch, lengths, seconds of a step of ours and theirs in the mean of ``LONG``'s answer, and their ratio.
+
+    Steps were timed at some lengths up to the answer's end and are joined by straight lines: no answer of that length was generated.
+    """
+    steps: dict[int, dict[int, tuple[float, float]]] = {}
+    for row in compared(results, ours, *theirs):
+        if row.tpot[2] and row.context <= LONG.prompt + LONG.answer and row.at_once == (row.batch, row.batch):
+            steps.setdefault(row.batch, {})[row.context] = row.tpot[:2]
+    rows = []
+    for batch, at in sorted(steps.items()):
+        if len(at) < 2:
+            continue
+        means = [LONG.decoding_seconds({length: pair[side] for length, pair in at.items()}) / (LONG.answer - 1) for side in (0, 1)]
+        rows.append((batch, ", ".join(f"{length // 1024}K" for length in sorted(at)), *means, means[0] / means[1]))
+    return rows
+
+
+def long_answers(results: dict, title: str, ours: str, *theirs: str) -> str:
+    rows = [(*row[:2], *(1e3 * seconds for seconds in row[2:4]), row[4]) for row in long_generation(results, ours, *theirs)]
+    told = f"{title}: {LONG.prompt} in, {LONG.answer} out, batch"
+    return table((told, "steps timed at", "ms a step", "stock", "ratio"), rows) if rows else ""

@@ -25,7 +25,7 @@ from benchmarks import ttft
 from benchmarks.bench_serving_pair import DRY_RUN
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import System, bytes_of, device_kv_bytes, expect_within, systems_of
-from benchmarks.paper.comparison import comparison
+from benchmarks.paper.comparison import comparison, long_answers
 from benchmarks.paper.passes import figures_of, prefix_of
 from benchmarks.profiles import LOADS, USUAL
 from benchmarks.report import Report, arguments, chosen
@@ -216,7 +216,8 @@ def main() -> int:
         if any(jobs[system.name] for system in systems):
             report.note(ceilings=asdict(Ceilings.measure_apart(setup.device)))
         run(systems, jobs, report, clock, options.tokens, options.interval)
-    return report.finish(*(comparison(report.results, title, *pair) for title, pair in PAIRS.items()))
+    shown = (show(report.results, title, *pair) for title, pair in PAIRS.items() for show in (comparison, long_answers))
+    return report.finish(*filter(None, shown))
 
 
 if __name__ == "__main__":

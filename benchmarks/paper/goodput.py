@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.bench_load import CORRECTED, DETAILS, MISSED, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on
+from benchmarks.bench_load import DETAILS, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import request_bytes
+from benchmarks.profiles import LOADS, NEAREST
 from benchmarks.report import Report, arguments, chosen, say, table
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
@@ -115,6 +116,7 @@ class Ladder:
         rates: ascending.
         left: whether a key, ``SYSTEM/rate``, may be measured; what may not is passed over.
         since: the first run whose results count.
+        load: of ``LOADS``, that FreeKV replays.
     """
 
     questions: Questions
@@ -122,6 +124,7 @@ class Ladder:
     rates: tuple[float, ...]
     left: Callable[[str], bool]
     since: int = 0
+    load: str = NEAREST
 
     def next(self, results: dict, system: str) -> float | None:
         """The lowest rate to be measured yet; None if there is none below saturation."""
@@ -160,7 +163,7 @@ def climb(client: Client, system: str, ladder: Ladder, report: Report, clock: Cl
     setup, questions = client.setup, ladder.questions
     with running(setup, system, client.directory, clock.left_to_start(LEAST_START_S)) as server:
         report.note(**{f"server {system}": server.facts()})
-        server.set_load(None if setup.shape == "needle" else setup.load(CORRECTED, MISSED, questions.tokens))
+        server.set_load(None if setup.shape == "needle" else setup.named_load(ladder.load, questions.tokens))
         client.deadline_s = clock.left()
         warm(client, server, questions)  # everything compiles: documents, then questions that hit them
         client.run(server, f"{SHARED}/inf", questions.flags(2, questions.question, WARM_ANSWER))
@@ -171,7 +174,7 @@ def climb(client: Client, system: str, ladder: Ladder, report: Report, clock: Cl
                 client.deadline_s = clock.left(LEAST_RATE_S)
                 result = measure(client, server, questions, rate)
                 point = point_of(result, ladder.limits)
-                report.add(key, result | {"limits": ladder.limits._asdict()} | point._asdict())
+                report.add(key, result | {"limits": ladder.limits._asdict(), "load": ladder.load} | point._asdict())
                 say(f"{key}: {point.goodput:.3g} requests per second within limits, {point.within:.0%} of them")
 
 
@@ -224,6 +227,7 @@ def main() -> int:
     parser.add_argument("--tpot", type=float, default=0.05, help="limit in seconds")
     parser.add_argument("--max-running", type=int, default=64, help="requests at once, at most, of both systems")
     parser.add_argument("--host-memory", type=float, default=40, metavar="GIB", help="FreeKV's --freekv-host-memory")
+    parser.add_argument("--load", choices=LOADS, default=NEAREST, help="that FreeKV replays")
     parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
     parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
     parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
@@ -238,7 +242,7 @@ def main() -> int:
     scale, requests = (16, 8) if options.device == "cpu" else (1, options.requests)
     lengths = (tokens // scale for tokens in (options.document, options.question, options.answer))
     questions = Questions(options.groups, *lengths, options.seconds, requests)
-    sizes = {"max_running": options.max_running, **extra}
+    sizes = {"max_running": options.max_running, "resident": True, **extra}
     if options.device == "cpu":
         longest = options.document + options.question + options.answer + 1024
         setup = TextSetup("needle", "cpu", scale=scale, budget=256, context_length=longest, **sizes)
@@ -247,7 +251,7 @@ def main() -> int:
     report, limits = Report(f"paper-goodput-{setup.shape}", options.out), Limits(options.ttft, options.tpot)
     if not options.tables:
         since = len(report.runs) - 1 if options.force else 0
-        ladder = Ladder(questions, limits, tuple(sorted(options.rates)), chosen(options), since)
+        ladder = Ladder(questions, limits, tuple(sorted(options.rates)), chosen(options), since, options.load)
         if any(ladder.next(report.results, system) is not None for system in options.systems):
             report.note(ceilings=asdict(Ceilings.measure_apart(options.device)))
         with tempfile.TemporaryDirectory() as scratch:

@@ -20,13 +20,15 @@ def of_goodput(path: Path, directory: Path) -> Section:
     for name in ("p99_ttft_ms", "median_ttft_ms"):
         section.facts[name] = {(system, rate): result[name] for system, rate, _, result in rows}
     section.facts |= {"goodput": best, "limits": limits}
+    loads = sorted({f"`{result['load']}`" for system, *_, result in rows if system == "freekv" and "load" in result})
+    replayed = f" FreeKV keeps pages on the device while there is room, and replays the load {', '.join(loads)}." if loads else ""
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
         f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. "
         f"*Ended / s* divides all requests by the time from the first request to the end of the last answer. Requests come at random "
         f"times, so that time is longer or shorter than the rate says. `sglang.bench_serving` asks about documents "
         f"of 32K tokens that are in the prefix tree. Each rate lasts {lasted:.0f} s. The rates of a system end where its goodput falls, or "
-        f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.",
+        f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.{replayed}",
         markdown(
             ("system", "rate", "goodput", "within limits", "ended / s", "TTFT, ms", "p99", "TPOT, ms", "p99", "tokens/s", "hit rate"),
             [(SYSTEMS[system], rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
