@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.partial_rows import RULES, replay
 from benchmarks.residency import POLICIES, Simulation, schedule
 from benchmarks.residency_traces import TRACES, Request
 
@@ -38,3 +39,32 @@ def test_no_policy_finds_more_than_the_optimum(trace, frames):
     requests = TRACES[trace](np.random.default_rng(1), 16, 60)
     hits = {p: Simulation(requests, 4, frames, p).run()["hits resident"] for p in POLICIES}
     assert hits["belady"] == max(hits.values())
+
+
+# Requests of 10 and 6 pages beside each other. In the second tick each has filled one more, and with one in hand each they want 20 frames.
+PAIR = [Request(0, tuple(range(10)), (20,)), Request(0, tuple(range(10, 16)), (21,))]
+
+
+@pytest.mark.parametrize(
+    "rule, absent, partial",
+    [
+        ("largest", (1 - 5 / 11), 1),  # 18 frames less 8 of the other, 3 for slots, one of the last token and one in hand
+        ("smallest", (1 - 1 / 7), 1),
+        ("all", 2 * (1 - 8 / 18), 2),
+    ],
+)
+def test_who_gives_way_by_hand(rule, absent, partial):
+    out = replay(PAIR, rows=2, frames=18, slots=3, rule=rule, seed=0)
+    assert (out["ticks"], out["partial ticks"], out["gave way"], out["most partial"]) == (4, partial, partial, partial)
+    assert out["absent ticks"] == pytest.approx(absent)
+
+
+def test_pages_come_back_where_frames_become_free_and_only_there():
+    requests = [Request(0, tuple(range(10)), tuple(range(20, 24))), Request(0, tuple(range(10, 16)), ())]
+    out = replay(requests, rows=2, frames=17, slots=3, rule="largest", seed=0)
+    assert out["gave way"] == 1 and 0 < out["absent ticks"] < out["absent, none back"]
+
+
+def test_rows_whose_slots_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="expected at least 10"):
+        replay(PAIR, rows=2, frames=9, slots=3, rule=RULES[0], seed=0)
