@@ -73,8 +73,8 @@ class Step:
         table = torch.randint(1, host_pages, (batch, pages), dtype=torch.int32, device=DEVICE)
         frames = torch.full_like(table, -1)  # nothing is resident
         if variant.get("resident"):  # pages share the few frames that there are
-            slots, tier = store.cache.row_frames.numel(), store.cache.num_resident
-            frames = slots + torch.randperm(table.numel(), device=DEVICE).view(table.shape).to(torch.int32) % tier
+            slots = store.cache.row_frames.numel()
+            frames = slots + torch.randperm(table.numel(), device=DEVICE).view(table.shape).to(torch.int32) % FRAMES
         for cache in store.cache.layers:
             logits = torch.randn(batch, QUERY_HEADS, pages, device=DEVICE)
             candidates = Candidates(logits, rows, self.seq_lens, table, frames, config.pages, config.page_size)
@@ -182,7 +182,8 @@ def main() -> int:
     shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.plain(DTYPE))
     streams = CudaStream(DEVICE)
     sizes = options.host_tokens - config.page_size, 16, config.page_size
-    store = Store.build(config, shape, *sizes, DEVICE, streams, num_resident=FRAMES)
+    store = Store.build(config, shape, *sizes, DEVICE, streams, num_frames=(sizes[1] + 1) * config.cache_pages + FRAMES)
+    store.frames.lend_all()
     for digests in store.digests.layers:
         digests.normal_()
     say("pools are up")

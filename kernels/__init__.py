@@ -24,9 +24,11 @@ else:
     checksum_pages = by_device(reference.checksum_pages, of="keys")
     digest_pages = by_device(reference.digest_pages, of="keys")
     digest_two_bit = by_device(reference.digest_two_bit, of="keys")
+    fill_frames = by_device(reference.fill_frames, of="source_keys")
     fill_pages = by_device(reference.fill_pages, of="source_keys")
     forget_pages = by_device(reference.forget_pages, of="tables")
     hold_pages = by_device(reference.hold_pages, of="tables")
+    lend_slots = by_device(reference.lend_slots, of="tables")
     mark_pages = by_device(reference.mark_pages, of="tables")
     merge_shares = by_device(reference.merge_shares, of="outputs")
     needs_correction = by_device(reference.needs_correction, of="queries")
@@ -41,6 +43,7 @@ else:
     settle_stamps = by_device(reference.settle_stamps, of="stamps")
     snapshot_pages = by_device(reference.snapshot_pages, of="page_table")
     stage_pages = by_device(reference.stage_pages, of="keys")
+    take_in_hand = by_device(reference.take_in_hand, of="tables")
     verify_units = by_device(reference.verify_units, of="keys")
     write_stamp = by_device(reference.write_stamp, of="stamp")
     write_tokens = by_device(reference.write_tokens, of="queries")
@@ -67,9 +70,11 @@ else:
         "checksum_pages",
         "digest_pages",
         "digest_two_bit",
+        "fill_frames",
         "fill_pages",
         "forget_pages",
         "hold_pages",
+        "lend_slots",
         "mark_pages",
         "merge_shares",
         "needs_correction",
@@ -84,6 +89,7 @@ else:
         "settle_stamps",
         "snapshot_pages",
         "stage_pages",
+        "take_in_hand",
         "verify_units",
         "write_stamp",
         "write_tokens",

@@ -98,6 +98,7 @@ def _append_kernel(
     i_frame = tl.load(p_frames + i_b * table_stride_b + i_page, mask=m_real, other=0).to(tl.int64)
     if i_frame < 0:
         i_frame = tl.load(p_row_frames + i_row * C + tl.where(position < C, position, 0)).to(tl.int64)
+    m_real = m_real & (i_frame >= 0)
 
     m_d = m_real & (o_d < D)
     o_token = i_frame * stride_frame + i_offset * stride_token + i_head * stride_head + o_d

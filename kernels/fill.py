@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill: copy the pages of a newly seeded row into its slots, from token rows on the device."""
+"""Fill: copy pages from token rows on the device into the slots of a newly seeded row, and into the frames that they were given."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.candidates import Tables
+
+PROGRAMS = 256  # of a request, enough for the device
 
 
 def fill_pages(
@@ -43,6 +45,40 @@ def fill_pages(
         H=num_heads,
         S=page_size,
         D=head_dim,
+        BLOCK_S=triton.next_power_of_2(page_size),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+
+
+def fill_frames(
+    source_keys: torch.Tensor,
+    source_values: torch.Tensor,
+    starts: torch.Tensor,
+    given: torch.Tensor,
+    *,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """As reference.fill_frames. The programs of a request take its pages in turn."""
+    (batch, num_pages), (_, page_size, num_heads, head_dim) = given.shape, keys.shape
+    assert source_keys.stride(2) == keys.stride(3) == given.stride(1) == 1
+    assert source_keys.stride() == source_values.stride() and keys.stride() == values.stride()
+    _fill_frames_kernel[(PROGRAMS, batch)](
+        source_keys,
+        source_values,
+        starts,
+        given,
+        keys,
+        values,
+        source_keys.shape[0],
+        num_pages,
+        given.stride(0),
+        *source_keys.stride()[:2],
+        *keys.stride()[:3],
+        H=num_heads,
+        S=page_size,
+        D=head_dim,
+        PROGRAMS=PROGRAMS,
         BLOCK_S=triton.next_power_of_2(page_size),
         BLOCK_D=triton.next_power_of_2(head_dim),
     )
@@ -85,5 +121,43 @@ def _fill_kernel(
     b_values = tl.load(p_source_values + o_source, mask=m_unit, other=0)
     i_frame = tl.load(p_row_frames + i_row * C + i_c).to(tl.int64)
     o_unit = i_frame * stride_frame + i_head * stride_head + o_s * stride_token + o_d
-    tl.store(p_keys + o_unit, b_keys, mask=m_unit)
-    tl.store(p_values + o_unit, b_values, mask=m_unit)
+    tl.store(p_keys + o_unit, b_keys, mask=m_unit & (i_frame >= 0))
+    tl.store(p_values + o_unit, b_values, mask=m_unit & (i_frame >= 0))
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_pages", "given_stride_b"))
+def _fill_frames_kernel(
+    p_source_keys,  # [T, H, D]
+    p_source_values,  # [T, H, D]
+    p_starts,  # [B]
+    p_given,  # [B, P]
+    p_keys,  # [F, S, H, D]
+    p_values,  # [F, S, H, D]
+    num_tokens,
+    num_pages,
+    given_stride_b,
+    source_stride_token,
+    source_stride_head,
+    stride_frame,
+    stride_token,
+    stride_head,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_b = tl.program_id(1)
+    o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    m_unit = (o_s < S) & (o_d < D)
+    start = tl.load(p_starts + i_b).to(tl.int64)
+    for i_p in range(tl.program_id(0), num_pages, PROGRAMS):
+        i_frame = tl.load(p_given + i_b * given_stride_b + i_p).to(tl.int64)
+        if i_frame >= 0:
+            o_token = tl.minimum(start + i_p * S + o_s, num_tokens - 1)
+            for i_head in range(H):
+                o_source = i_head * source_stride_head + o_token * source_stride_token + o_d
+                o_unit = i_frame * stride_frame + i_head * stride_head + o_s * stride_token + o_d
+                tl.store(p_keys + o_unit, tl.load(p_source_keys + o_source, mask=m_unit, other=0), mask=m_unit)
+                tl.store(p_values + o_unit, tl.load(p_source_values + o_source, mask=m_unit, other=0), mask=m_unit)

@@ -6,14 +6,15 @@ from sglang_freekv.kernels.attend import allocate_shares, attend_pages, attend_p
 from sglang_freekv.kernels.checksum import checksum_pages, verify_units
 from sglang_freekv.kernels.correction import needs_correction
 from sglang_freekv.kernels.digest import digest_pages
-from sglang_freekv.kernels.fill import fill_pages
-from sglang_freekv.kernels.frames import begin_pages, forget_pages, hold_pages
+from sglang_freekv.kernels.fill import fill_frames, fill_pages
+from sglang_freekv.kernels.frames import begin_pages, take_in_hand
+from sglang_freekv.kernels.hold import forget_pages, hold_pages
 from sglang_freekv.kernels.merge import merge_shares
 from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.plan import plan_pages, plan_rest
 from sglang_freekv.kernels.recall import recall_pages
-from sglang_freekv.kernels.running_rows import mark_pages, note_rows
+from sglang_freekv.kernels.running_rows import lend_slots, mark_pages, note_rows
 from sglang_freekv.kernels.score import score_pages
 from sglang_freekv.kernels.seed import seed_slots
 from sglang_freekv.kernels.stage import stage_pages
@@ -31,9 +32,11 @@ __all__ = [
     "checksum_pages",
     "digest_pages",
     "digest_two_bit",
+    "fill_frames",
     "fill_pages",
     "forget_pages",
     "hold_pages",
+    "lend_slots",
     "mark_pages",
     "merge_shares",
     "needs_correction",
@@ -48,6 +51,7 @@ __all__ = [
     "settle_stamps",
     "snapshot_pages",
     "stage_pages",
+    "take_in_hand",
     "verify_units",
     "write_stamp",
     "write_tokens",

@@ -53,7 +53,7 @@ def _snapshot_kernel(
     p_frames,  # [B, P] or None
     p_frame_of,  # [host pages] or None
     p_in_hand,  # [R] or None
-    p_counts,  # [4] or None
+    p_counts,  # [7] or None
     num_pages,
     num_tokens,
     token_stride_row,
@@ -77,4 +77,4 @@ def _snapshot_kernel(
         b_frame = tl.where(m_next, tl.load(p_in_hand + i_row), b_frame)
         tl.store(p_frames + o_table, b_frame, mask=o_p < num_pages)
         if absent > 0:
-            tl.atomic_add(p_counts + ABSENT, absent, sem="relaxed")
+            tl.atomic_add(p_counts + ABSENT, absent.to(tl.int64), sem="relaxed")

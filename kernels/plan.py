@@ -12,7 +12,7 @@ from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
-from sglang_freekv.kernels.placement import choose, choose_held, diff, evict, list_misses, publish, required
+from sglang_freekv.kernels.placement import choose, choose_held, diff, evict, list_misses, publish
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.select import launch_of, most_to_choose, sizes_of
 
@@ -188,6 +188,8 @@ def _plan_head(
     now_reads = p_reads, corrected | lost
     p_lists = p_list, p_frames, now_reads
     m_kept, num_resident, num_missing, num_recalled = diff(p_scratch, p_lists, b_page, num_chosen, num_pages, begun, P, A_PART, SIZES)
+    if tl.load(p_row_frames) < 0:  # a whole row has no slots
+        num_missing, num_recalled = 0, 0
     m_victim, b_order, b_rank, num_kept = evict(p_scratch, b_page, m_kept, num_missing, num_pages, P, SIZES)
     tl.debug_barrier()
     b_incoming = tl.load(p_scratch + P + SIZES.A + b_order, mask=m_victim, other=-1)
@@ -202,8 +204,7 @@ def _plan_head(
         tl.atomic_add(p_counts + RECALLED, num_recalled.to(tl.int64), sem="relaxed")
     num_present = num_resident + num_kept
     m_slots, b_in_slot = m_kept | m_victim, tl.where(m_kept, b_page, b_incoming)
-    num_listed = tl.minimum(num_pages, required(num_chosen, SIZES))
-    publish(p_list, now_reads, num_resident + b_rank, m_slots, b_frame, b_in_slot, num_listed, num_present, SIZES)
+    publish(p_list, now_reads, num_resident + b_rank, m_slots, b_frame, b_in_slot, num_present + num_missing, num_present, SIZES)
     if corrected != more:  # the first selection of this kv head in the step
         tl.atomic_add(p_counts + HITS, (num_chosen - num_recalled).to(tl.int64), sem="relaxed")
 

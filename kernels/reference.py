@@ -22,9 +22,18 @@ from sglang_freekv.kernels.reference_attention import (
 )
 from sglang_freekv.kernels.reference_checksums import SPREAD, checksum_pages, verify_units
 from sglang_freekv.kernels.reference_digests import Box, digest_pages, digest_two_bit, score_pages, score_two_bit
-from sglang_freekv.kernels.reference_frames import begin_pages, forget_pages, hold_pages, mark_pages, note_rows
+from sglang_freekv.kernels.reference_frames import (
+    begin_pages,
+    forget_pages,
+    hold_pages,
+    lend_slots,
+    mark_pages,
+    note_rows,
+    take_in_hand,
+)
 from sglang_freekv.kernels.reference_movers import (
     append_tokens,
+    fill_frames,
     fill_pages,
     offload_pages,
     recall_pages,
@@ -57,10 +66,12 @@ __all__ = [
     "digest_pages",
     "digest_two_bit",
     "extend_attention",
+    "fill_frames",
     "fill_pages",
     "forget_pages",
     "HITS",
     "hold_pages",
+    "lend_slots",
     "mark_pages",
     "merge_shares",
     "needs_correction",
@@ -79,6 +90,7 @@ __all__ = [
     "snapshot_pages",
     "SPREAD",
     "stage_pages",
+    "take_in_hand",
     "verify_units",
     "write_stamp",
     "write_tokens",

@@ -84,16 +84,40 @@ def fill_pages(
         starts: ``[B]`` first token row of each request.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of each request among the token rows.
-        tables: pages in slots, and the frames of slots.
+        tables: pages in slots, and the frames of slots. A slot without a frame is left out.
         keys, values: ``[F, S, H, D]`` written in place.
     """
     size, pages = keys.shape[1], tables.slot_pages[rows].long()
+    pages = pages.where(tables.row_frames[rows][:, None] >= 0, -1)
     b, h, c = ((pages >= 0) & (pages * size < seq_lens[:, None, None]) & (rows > 0)[:, None, None]).nonzero(as_tuple=True)
     tokens = (starts[b] + pages[b, h, c] * size)[:, None] + torch.arange(size, device=pages.device)
     tokens.clamp_(max=source_keys.shape[0] - 1)
     frames = tables.row_frames[rows[b], c].long()
     keys[frames, :, h] = source_keys[tokens, h[:, None]]
     values[frames, :, h] = source_values[tokens, h[:, None]]
+
+
+def fill_frames(
+    source_keys: torch.Tensor,
+    source_values: torch.Tensor,
+    starts: torch.Tensor,
+    given: torch.Tensor,
+    *,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Copy pages from token rows on the device into the frames that they were given.
+
+    Args:
+        source_keys, source_values, starts: as for :func:`fill_pages`.
+        given: ``[B, P]`` frame of each logical page, -1 for a page to leave out.
+        keys, values: ``[F, S, H, D]`` written in place.
+    """
+    size = keys.shape[1]
+    b, p = (given >= 0).nonzero(as_tuple=True)
+    tokens = ((starts[b] + p * size)[:, None] + torch.arange(size, device=given.device)).clamp(max=source_keys.shape[0] - 1)
+    frames = given[b, p].long()
+    keys[frames], values[frames] = source_keys[tokens], source_values[tokens]
 
 
 def stage_pages(
@@ -161,7 +185,7 @@ def append_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the new token of every request into its current page, which must be resident or in a slot of each kv head.
+    """Write the new token of every request into its current page, which is resident or in a slot of each kv head, else it is lost.
 
     Args:
         new_keys, new_values: ``[B, H, D]`` of the new tokens.
@@ -179,13 +203,15 @@ def append_tokens(
     size, page, offset = keys.shape[1], (seq_lens - 1) // keys.shape[1], (seq_lens - 1) % keys.shape[1]
     position = (tables.slot_pages[rows] == page[:, None, None]).to(torch.int32).argmax(-1)
     resident = frames.gather(1, page[:, None].long())
-    into = resident.where(resident >= 0, tables.row_frames[rows].gather(1, position)).where((rows > 0)[:, None], 0).long()
-    real = (rows > 0).nonzero().squeeze(1)
+    into = resident.where(resident >= 0, tables.row_frames[rows].gather(1, position))
+    has_frame = (rows > 0) & (into[:, 0] >= 0)  # in all kv heads or in none
+    into = into.where(has_frame[:, None], 0).long()
+    real = has_frame.nonzero().squeeze(1)
     heads = torch.arange(new_keys.shape[1], device=rows.device)
     keys[into[real], offset[real, None], heads] = new_keys[real]
     values[into[real], offset[real, None], heads] = new_values[real]
     filled = page_table.gather(1, page[:, None].long()).squeeze(1)
-    return into * size, filled.where((offset == size - 1) & (rows > 0), -1)
+    return into * size, filled.where((offset == size - 1) & has_frame, -1)
 
 
 def snapshot_pages(

@@ -94,23 +94,28 @@ def most_to_choose(candidates: Candidates, tables: Tables, tokens: torch.Tensor)
 def seed_slots(candidates: Candidates, tables: Tables) -> None:
     """Start rows anew: select the pages of the first decode step, and give the slots that are left to the next best absent pages.
 
+    A row without slots attends to resident pages only.
+
     Args:
         candidates: of the contexts. If the next token begins a page, that page gets a slot too, unless a frame waits for it. The page
             table is not read.
         tables: written: absent pages in ascending order, then -1; the pages to attend to, resident ones first, each in ascending order,
             then -1.
     """
-    (slot_pages, attended, _), rows, budget = tables, candidates.rows, candidates.budget
+    (slot_pages, attended, row_frames), rows, budget = tables, candidates.rows, candidates.budget
     capacity = slot_pages.shape[2]
     weights, order, required = _select(candidates, tables, candidates.seq_lens + 1)
     extra = budget.selected + capacity - budget.total
     resident = (candidates.frames >= 0)[:, None]
-    in_slots = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf"))) & ~resident
+    has_slots = (row_frames[rows, :1] >= 0)[:, None]
+    in_slots = required.scatter(2, order[..., :extra], True) & (required | (weights > float("-inf"))) & ~resident & has_slots
     real = rows > 0
     slot_pages[rows[real]] = _ranked(in_slots, capacity)[real]
     slot_of_page = (in_slots.cumsum(-1) - 1).to(torch.int32)
     pages = torch.arange(required.shape[2], dtype=torch.int32, device=rows.device)
-    attended[rows[real]] = _listed((-2 - pages).where(resident, slot_of_page), required, resident, attended.shape[2])[real]
+    attended[rows[real]] = _listed(
+        (-2 - pages).where(resident, slot_of_page), required & (resident | in_slots), resident, attended.shape[2]
+    )[real]
 
 
 def plan_pages(
@@ -130,7 +135,8 @@ def plan_pages(
     then the slots of the lightest pages that are not required. The missing pages are put into these slots in ascending order.
 
     A page of the last selection may have become absent since. Its kv head is *lost*: the page is missing, and recalled for this step. In a
-    context of at most A pages it selects again, because more pages than slots may have become absent.
+    context of at most A pages it selects again, because more pages than slots may have become absent. A row
+    without slots attends to resident pages only.
 
     Args:
         candidates: a corrected kv head selects among the candidates of ``seq_lens`` tokens. A selection for the next step is among those
@@ -215,7 +221,7 @@ def _select_for(
     page = table.clamp(0, required.shape[1] - 1)
     kept = (required & ~resident).gather(1, page) & (table >= 0)
     in_slots = torch.zeros_like(required, dtype=torch.int32).scatter_add_(1, page, kept.int()) > 0
-    missing = required & ~resident & ~in_slots
+    missing = required & ~resident & ~in_slots & (row_frames[rows[b], :1] >= 0)
     needed = missing.sum(1, keepdim=True)
     worth = weights.gather(1, page).masked_fill(table < 0, float("-inf")).masked_fill(kept, float("inf"))
     victim = torch.zeros_like(kept).scatter_(1, worth.sort(dim=1, stable=True).indices, torch.arange(capacity, device=b.device) < needed)

@@ -20,6 +20,7 @@ def seed_slots(candidates: Candidates, tables: Tables) -> None:
         candidates.frames,
         tables.slot_pages,
         tables.attended,
+        tables.row_frames,
         candidates.logits.shape[2],
         EXTRA=budget.selected + sizes.C - budget.total,
         SIZES=sizes,
@@ -36,6 +37,7 @@ def _seed_slots(
     p_frames,  # [B, P]
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
+    p_row_frames,  # [R, C]
     P,
     EXTRA: tl.constexpr,
     SIZES: tl.constexpr,
@@ -50,12 +52,13 @@ def _seed_slots(
     p_frames += i_b * P
     p_table = p_slot_pages + (row * SIZES.H + i_h) * SIZES.C
     p_list = p_attended + (row * SIZES.H + i_h) * SIZES.A
+    has_slots = tl.load(p_row_frames + row * SIZES.C) >= 0
     if num_pages <= SIZES.P_FEW:
-        _seed(p_group, p_frames, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_FEW)
+        _seed(p_group, p_frames, p_table, p_list, has_slots, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_FEW)
     elif num_pages <= SIZES.P_MANY:
-        _seed(p_group, p_frames, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_MANY)
+        _seed(p_group, p_frames, p_table, p_list, has_slots, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_MANY)
     else:
-        _seed(p_group, p_frames, p_table, p_list, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_BLOCK)
+        _seed(p_group, p_frames, p_table, p_list, has_slots, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_BLOCK)
 
 
 @triton.jit
@@ -64,6 +67,7 @@ def _seed(
     p_frames,
     p_table,
     p_list,
+    has_slots,
     num_pages,
     P,
     EXTRA: tl.constexpr,
@@ -78,17 +82,17 @@ def _seed(
     m_required = m_chosen | m_fixed
     m_resident = tl.load(p_frames + o_p, mask=o_p < tl.minimum(num_pages, P), other=-1) >= 0
     m_extra = heaviest(b_weight, tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0), EXTRA)
-    m_in_slot = (m_required | m_extra) & ~m_resident
+    m_in_slot = (m_required | m_extra) & ~m_resident & has_slots
     b_slot = tl.cumsum(m_in_slot.to(tl.int32), 0) - 1
     b_in_frame = tl.cumsum((m_required & m_resident).to(tl.int32), 0) - 1
     num_in_frames = tl.sum((m_required & m_resident).to(tl.int32), 0)
     b_rank = num_in_frames + tl.cumsum((m_required & m_in_slot).to(tl.int32), 0) - 1
     num_in_slots = tl.sum(m_in_slot.to(tl.int32), 0)
-    num_required = tl.sum(m_required.to(tl.int32), 0)
+    num_listed = tl.sum((m_required & (m_resident | m_in_slot)).to(tl.int32), 0)
 
     o_c, o_a = tl.arange(0, SIZES.C_BLOCK), tl.arange(0, SIZES.A_BLOCK)
     tl.store(p_table + b_slot, o_p, mask=m_in_slot & (b_slot < SIZES.C))
     tl.store(p_table + o_c, -1, mask=(o_c >= num_in_slots) & (o_c < SIZES.C))
     tl.store(p_list + b_in_frame, -2 - o_p, mask=m_required & m_resident & (b_in_frame < SIZES.A))
     tl.store(p_list + b_rank, b_slot, mask=m_required & m_in_slot & (b_rank < SIZES.A))
-    tl.store(p_list + o_a, -1, mask=(o_a >= num_required) & (o_a < SIZES.A))
+    tl.store(p_list + o_a, -1, mask=(o_a >= num_listed) & (o_a < SIZES.A))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeviceCache: the pages that each running request keeps on the device."""
+"""DeviceCache: the frames of a rank, and what each running request attends to there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerCache:
         slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 for an empty one. Kv heads share the frame of a slot,
             but each has a page of its own in it.
         attended: ``[R, H, A]`` int32 pages that the next step attends to, as in ``Tables``.
-        row_frames: ``[R, C]`` int32 frame of each slot; one table for all layers.
+        row_frames: ``[R, C]`` int32 frame of each slot, -1 in a row without slots; one table for all layers.
         previous_queries: ``[R, Hq, D]`` post-RoPE queries of the last step.
     """
 
@@ -43,19 +43,19 @@ class LayerCache:
 
 
 class Slots(NamedTuple):
-    """R rows, the padding row included; C slots of a row; A pages that one step attends to at most; frames for resident pages."""
+    """R rows, the padding row included; C slots of a partial row; A pages that one step attends to at most; N frames."""
 
     rows: int
     per_row: int
     attended: int
-    resident: int = 0
+    frames: int
 
 
 class DeviceCache:
     """Frames, slot tables and previous queries of every row, for all retrieval layers.
 
-    A row is the place of one running request, and its number is SGLang's ``req_pool_idx``. Row 0 is padding. The first R * C frames are
-    slots of the rows, the others are for resident pages.
+    A row is the place of one running request, and its number is SGLang's ``req_pool_idx``. Row 0 is padding, and keeps the first C frames
+    as slots. ``Frames`` lends the others.
 
     Args:
         shape: KV of this rank.
@@ -65,49 +65,55 @@ class DeviceCache:
     """
 
     def __init__(self, shape: KVShape, page_size: int, slots: Slots, device: str) -> None:
-        self.num_rows, self.num_slots, self.num_attended, self.num_resident = num_rows, num_slots, num_attended, num_resident = slots
+        self.num_rows, self.num_slots, self.num_attended, self.num_frames = num_rows, num_slots, num_attended, num_frames = slots
         self.page_size, self.num_kv_heads, dim = page_size, shape.kv_heads, shape.head_dim
         storage, compute, _ = shape.format
 
-        self.row_frames = torch.arange(num_rows * num_slots, dtype=torch.int32, device=device).view(num_rows, num_slots)
-
         def pages() -> torch.Tensor:
-            return torch.zeros((num_rows * num_slots + num_resident, page_size, shape.kv_heads, dim), dtype=storage, device=device)
+            return torch.zeros((num_frames, page_size, shape.kv_heads, dim), dtype=storage, device=device)
 
-        def table(width: int) -> torch.Tensor:
-            return torch.full((num_rows, self.num_kv_heads, width), -1, dtype=torch.int32, device=device)
+        def table(*sizes: int) -> torch.Tensor:
+            return torch.full(sizes, -1, dtype=torch.int32, device=device)
 
+        self.row_frames = table(num_rows, num_slots)
+        self.row_frames[0] = torch.arange(num_slots)
+        heads = shape.retrieval_layers, num_rows, self.num_kv_heads
+        self.slot_pages, self.attended = table(*heads, num_slots), table(*heads, num_attended)
         self.layers = [
             LayerCache(
                 keys=pages(),
                 values=pages(),
-                slot_pages=table(num_slots),
-                attended=table(num_attended),
+                slot_pages=slot_pages,
+                attended=attended,
                 row_frames=self.row_frames,
                 previous_queries=torch.zeros(num_rows, shape.query_heads, dim, dtype=compute, device=device),
             )
-            for _ in range(shape.retrieval_layers)
+            for slot_pages, attended in zip(self.slot_pages, self.attended)
         ]
 
     @property
     def num_bytes(self) -> int:
-        own = (tensor for layer in self.layers for tensor in vars(layer).values() if tensor is not self.row_frames)
-        return self.row_frames.nbytes + sum(tensor.nbytes for tensor in own)
+        of_layers = (tensor.nbytes for layer in self.layers for name, tensor in vars(layer).items() if name != "row_frames")
+        return self.row_frames.nbytes + sum(of_layers)
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of the frames for resident pages."""
-        return sum(
-            keys_or_values[self.row_frames.numel() :].nbytes for layer in self.layers for keys_or_values in (layer.keys, layer.values)
-        )
+    def frame_bytes(self) -> int:
+        """Bytes of one frame, in all layers."""
+        return sum(held[0].nbytes for layer in self.layers for held in (layer.keys, layer.values))
+
+    def empty_rows(self, rows: torch.Tensor) -> None:
+        """Leave nothing in the slots of ``rows [N]``, which lose them, and nothing to attend to."""
+        for table in (self.slot_pages, self.attended):
+            table.index_fill_(1, rows, -1)
 
     def check_integrity(self) -> None:
         """Check the tables of all rows.
 
         Raises:
             RuntimeError: a kv head has a page in two slots, attends to a page twice or to an empty slot. Or the kv heads of a row attend
-                to different numbers of pages.
+                to different numbers of pages. Or a row without slots has something in them.
         """
+        without_slots = (self.row_frames[1:] < 0).any(-1)[:, None]
         for index, layer in enumerate(self.layers):
             listed = layer.attended[1:]
             pages = layer.tables.pages(torch.arange(1, self.num_rows, device=listed.device))
@@ -116,6 +122,7 @@ class DeviceCache:
                 "a page twice": _repeats(layer.slot_pages[1:]),
                 "an empty slot attended to": ((listed >= 0) & (pages < 0)).any(-1),
                 "a page attended to twice": _repeats(pages),
+                "pages in slots that are not lent": without_slots & ((layer.slot_pages[1:] >= 0).any(-1) | (listed >= 0).any(-1)),
                 "kv heads that attend to different numbers of pages": count != count[:, :1],
             }
             for fault, where in faults.items():

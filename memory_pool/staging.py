@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.batch import Prefixes
+from sglang_freekv.batch import Prefixes, StagedPages
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.host_pool import HostPool
@@ -107,3 +107,17 @@ class InPlace(PrefixStream):
 
     def next_layers(self, layer: int) -> Iterable[range]:
         return ()
+
+    def refill(self, page_table: torch.Tensor, given: torch.Tensor) -> None:
+        """Copy pages to the frames that they were given, in all layers, on the current stream. Nothing may be in flight.
+
+        Args:
+            page_table: ``[B, P]`` logical page -> host page.
+            given: ``[B, P]`` frame of each logical page, -1 for a page to leave out.
+        """
+        host_pages, order = page_table.where(given >= 0, -1).flatten().sort(descending=True)
+        self.staged = StagedPages(host_pages, given.flatten()[order].long() * self.cache.page_size)
+        for layer, pages in enumerate(self.host.layers):
+            kernels.stage_pages(pages, *self.staged, *self.token_rows(layer))
+            if self.canary is not None:
+                self._verify(layer)

@@ -42,9 +42,10 @@ class Store:
         device: str,
         stream: TransferStream,
         *,
-        num_resident: int = 0,
+        num_frames: int | None = None,
+        resident: bool = True,
     ) -> Store:
-        """Allocate all pools, with SGLang's padding page and padding row in addition.
+        """Allocate all pools, with SGLang's padding page and padding row in addition. No row has slots until ``frames`` lends them.
 
         Args:
             config: sizes, host layout and canary.
@@ -54,7 +55,8 @@ class Store:
             staging_tokens: tokens of context that one extend batch may have.
             device: of the pools on the GPU.
             stream: stream of the staging copies.
-            num_resident: frames for resident pages.
+            num_frames: N, frames of the device cache; None for the slots of all rows.
+            resident: whether pages may have frames, besides slots.
 
         Raises:
             RuntimeError: the system does not give the host memory.
@@ -66,13 +68,14 @@ class Store:
         host = HostPool(layers, num_pages, (heads, 2, size, dim), storage, pin, config.host_layout)
         every = CANARIES[config.canary]
         canary = Canary(layers, num_pages, heads, size, every, device) if every else None
-        slots = Slots(num_rows + 1, config.cache_pages, config.attended_pages, num_resident)
-        lent, cache = slots.rows * slots.per_row, DeviceCache(shape, size, slots, device)
+        all_slots = (num_rows + 1) * config.cache_pages
+        slots = Slots(num_rows + 1, config.cache_pages, config.attended_pages, all_slots if num_frames is None else num_frames)
+        cache = DeviceCache(shape, size, slots, device)
         return cls(
             host=host,
             digests=DigestPool(layers, (num_pages, heads, *shape.digest_shape), compute, device),
             cache=cache,
-            frames=Frames(lent + num_resident, num_pages, slots.rows, lent, size, device),
+            frames=Frames(cache, num_pages, resident=resident),
             staging=Staging(host, staging_tokens, (heads, dim), compute, device, stream, canary),
             in_place=InPlace(cache, host, stream, canary),
             canary=canary,

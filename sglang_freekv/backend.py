@@ -58,6 +58,7 @@ class FreeKVAttnBackend(AttentionBackend):
 
     def _prepare(self, forward_batch: ForwardBatch) -> None:
         """Snapshot the scheduler's tables, which it may rewrite during the pass. Begin an extend if the pass is one."""
+        self.retrieval.complete_all_transfers()  # its plans read which frames are slots
         # SGLang passes views of buffers. Its next pass overwrites them, when the selection stream may still read.
         rows, seq_lens = forward_batch.req_pool_indices.clone(), forward_batch.seq_lens.clone()
         width = self._most_pages if rows.is_cuda else self._pages(int(forward_batch.seq_lens_cpu.max()))
@@ -72,10 +73,12 @@ class FreeKVAttnBackend(AttentionBackend):
             key_lens = [sum(both) for both in zip(*lengths)]
             given = None
             if self.residency.has_room:
-                given = self.residency.begin_in_place(*where, key_lens)
+                given = self.residency.begin_in_place(*where, forward_batch.extend_prefix_lens, key_lens)
             else:
                 self.residency.begin_staged(*where, forward_batch.extend_prefix_lens, key_lens)
-            plan = self.planner.plan(rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token, given=given)
+            plan = self.planner.plan(
+                rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token, given=given, in_place=given is not None
+            )
             self.batch = plan.batch
             self.retrieval.prepare_extend(plan)
 

@@ -37,6 +37,7 @@ class ExtendBatch(DecodeBatch):
     Args:
         query_lens, key_lens: new tokens and all tokens of each request.
         context_starts: ``[B]`` first token row of each request in the staging buffer, None in place.
+        given: ``[B, P]`` frame that each staged page is copied to, -1 for none. None in place, and if no page has one.
         new_rows: ``[T]`` token row of each new token, in the staging buffer or the device cache.
         full_pages, full_starts: ``[M]`` host pages that this batch fills, and their first token rows.
         last_tokens: ``[B]`` index of each request's last token among the new tokens.
@@ -45,6 +46,7 @@ class ExtendBatch(DecodeBatch):
     query_lens: list[int]
     key_lens: list[int]
     context_starts: torch.Tensor | None
+    given: torch.Tensor | None
     new_rows: torch.Tensor
     full_pages: torch.Tensor
     full_starts: torch.Tensor
@@ -63,7 +65,9 @@ class ExtendBatch(DecodeBatch):
         prefix_lens: list[int],
         query_lens: list[int],
         page_size: int,
+        *,
         in_place: bool = False,
+        given: torch.Tensor | None = None,
     ) -> ExtendBatch:
         """Lay out the contexts of a batch.
 
@@ -74,6 +78,7 @@ class ExtendBatch(DecodeBatch):
             prefix_lens, query_lens: tokens of each request's prefix, and its new tokens.
             page_size: S.
             in_place: whether the contexts lie in frames.
+            given: ``[B, P]`` frames that pages of staged contexts are copied to.
 
         Raises:
             RuntimeError: a prefix is not a whole number of pages. The host pool holds full pages only.
@@ -104,6 +109,7 @@ class ExtendBatch(DecodeBatch):
             query_lens=query_lens,
             key_lens=key.tolist(),
             context_starts=None if in_place else starts,
+            given=None if in_place or given is None else given[:, : -(-int(key.max()) // page_size)],
             new_rows=new_rows,
             full_pages=page_table.take(full),
             full_starts=full_starts,

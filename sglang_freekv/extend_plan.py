@@ -63,6 +63,7 @@ class ExtendPlanner:
         req_to_token: torch.Tensor,
         *,
         given: torch.Tensor | None = None,
+        in_place: bool = False,
     ) -> ExtendPlan:
         """Plan the extend that follows.
 
@@ -71,16 +72,17 @@ class ExtendPlanner:
         Args:
             rows, page_table, frames, prefix_lens, query_lens: as in ``ExtendBatch.build``.
             req_to_token: ``[R, context]`` KV index of each token, the scheduler's table.
-            given: in place, ``[B, P]`` the frames that absent pages were given, as in ``AbsentPrefixes``. None stages the contexts.
+            given: ``[B, P]`` the frames that absent pages were given, as in ``AbsentPrefixes``. None if there are none.
+            in_place: whether the contexts are in frames. Else they are staged, and copied to ``given``.
 
         Raises:
             RuntimeError: a prefix is not a whole number of pages.
         """
         settled, tables = self.settled, self.tables
         self.settled = self.tables = None
-        in_place = given is not None
-        batch = ExtendBatch.build(rows, page_table, frames, prefix_lens, query_lens, self.page_size, in_place=in_place)
-        if given is not None:
+        batch = ExtendBatch.build(rows, page_table, frames, prefix_lens, query_lens, self.page_size, in_place=in_place, given=given)
+        if in_place:
+            assert given is not None
             return ExtendPlan(batch, AbsentPrefixes.build(page_table, given, prefix_lens, self.page_size), None)
         prefixes = StagedPrefixes.build(req_to_token, rows if tables is None else tables[1], prefix_lens, query_lens, self.page_size)
         behind = None if settled is None or tables is None else (settled, tables[0])

@@ -80,7 +80,10 @@ class FreeKVPool(MHATokenToKVPool):
         policy = POLICIES[self.config.method](self.config)
         streams = Streams.make(self.device)
         sizes = self.size, self.num_rows, self.staging_tokens
-        self.store = Store.build(self.config, self.shape, *sizes, self.device, streams.transfers, num_resident=self.num_resident)
+        num_frames = (self.num_rows + 1) * self.config.cache_pages + self.num_resident
+        self.store = Store.build(
+            self.config, self.shape, *sizes, self.device, streams.transfers, num_frames=num_frames, resident=self.num_resident > 0
+        )
         self.planner = ExtendPlanner(streams.transfers, self.page_size)
         recall: Recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
@@ -141,9 +144,9 @@ class FreeKVPool(MHATokenToKVPool):
             "digest_bytes": self.store.digests.num_bytes,
             "canary_bytes": self.store.canary_bytes,
             "device_rows": self.num_rows,
-            "device_cache_bytes": self.store.cache.num_bytes - self.store.cache.resident_bytes,
+            "device_cache_bytes": self.store.cache.num_bytes - self.num_resident * self.store.cache.frame_bytes,
             "resident_tokens": self.num_resident * self.page_size,
-            "resident_bytes": self.store.cache.resident_bytes + self.store.frames.num_bytes,
+            "resident_bytes": self.num_resident * self.store.cache.frame_bytes + self.store.frames.num_bytes,
             "staging_tokens": self.store.staging.tokens,
             "staging_bytes": self.store.staging.num_bytes,
             "dense_bytes": sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)),

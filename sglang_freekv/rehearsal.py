@@ -37,9 +37,10 @@ def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: i
     page = retrieval.config.page_size
     frames = torch.full_like(page_table, -1)
     begun = padding, padding, page_table, frames
+    residency.frames.lend_all()
     residency.begin_decode(*begun, 0)
     residency.begin_staged(*begun, padding.int(), [])
-    residency.begin_in_place(*begun, [])
+    residency.begin_in_place(*begun, padding.int(), [])
 
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=device)
@@ -51,7 +52,8 @@ def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: i
         retrieval.decode(0, *tokens(size), batch, scale)
         retrieval.end_step(batch.rows)
     planner = ExtendPlanner(retrieval.streams.transfers, page)
-    plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], residency.req_to_token)
+    given = frames[:1].clone()
+    plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], residency.req_to_token, given=given)
     retrieval.prepare_extend(plan)
     retrieval.extend(0, *tokens(page), plan.batch, scale)
     retrieval.complete_all_transfers()

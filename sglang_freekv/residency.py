@@ -24,6 +24,7 @@ class Residency:
 
     def __init__(self, frames: Frames, req_to_token: torch.Tensor) -> None:
         self.frames, self.req_to_token, self.page_size = frames, req_to_token, frames.page_size
+        self.lent = 0  # frames of the rows that are lent slots when the next pass begins
         self.taken = deque([0])  # frames that each pass takes at most, from the one on whose counts have arrived
         self.counted = 0  # number of that pass
         self.used: set[int] = set()  # rows that had a request when the last batch was launched
@@ -40,13 +41,18 @@ class Residency:
 
     def fits(self, pages: int, rows: int) -> bool:
         """Whether so many distinct pages of requests find frames, and each of their rows one in hand."""
-        return pages + rows <= self.frames.num_resident
+        return pages + rows <= self.num_resident
+
+    @property
+    def num_resident(self) -> int:
+        """Frames that are left if all rows have slots."""
+        return self.frames.num_frames - self.frames.tables.row_frames.numel()
 
     def state(self) -> dict[str, int]:
         """Frames in use and in all. And pages of the last pass whose counts have arrived: resident ones of running requests, and those
         that its batch lacked."""
-        counts, total = self._counts(), self.frames.num_resident
-        used = total - counts.left if self.counted else 0
+        counts, total = self._counts(), self.num_resident
+        used = max(0, self.frames.num_frames - (len(self.used) + 1) * self.frames.num_slots - counts.left) if self.counted else 0
         return {"frames_used": used, "frames_total": total, "resident_pages": counts.in_use, "absent_pages": counts.absent}
 
     def note_requests(self, used: set[int], held: int) -> None:
@@ -54,6 +60,9 @@ class Residency:
         if ended := sorted(self.used - used):
             self.frames.rows_ended(ended)
             self.ended = self.frames.now + 1
+        begun = sorted(used - self.used)
+        self.frames.lend(begun)
+        self.lent += len(begun) * self.frames.num_slots
         self.used, self.held = used, held
 
     def begin_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, begins: int) -> None:
@@ -64,7 +73,7 @@ class Residency:
             page_table, frames: ``[B, P]`` int32 written, as in ``DecodeBatch``.
             begins: requests whose next token begins a page, at most.
         """
-        self.frames.begin_decode(self.req_to_token, rows, seq_lens, need=self._worth_reclaiming(begins))
+        self.frames.begin_decode(self.req_to_token, rows, seq_lens, must=self._slots(), may=self._worth_reclaiming(begins))
         self._end(begins, rows, seq_lens, page_table, frames)
 
     def begin_staged(
@@ -77,12 +86,19 @@ class Residency:
         key_lens: list[int],
     ) -> None:
         """Begin an extend whose contexts are staged. Its tokens are ``key_lens``, and ``prefix_lens [B]`` before the new ones."""
-        need = self._worth_reclaiming(len(rows))
-        self.frames.begin_extend_by_staging(self.req_to_token, rows, seq_lens, prefix_lens, need=need)
+        given, kept = torch.empty_like(frames), self.frames.num_frames  # so nothing is given
+        where = self.req_to_token, rows, seq_lens, prefix_lens, given
+        self.frames.begin_extend_by_staging(*where, must=self._slots(), may=self._worth_reclaiming(len(rows)), keep=kept)
         self._end(self._pages(key_lens), rows, seq_lens, page_table, frames)  # a resident prefix comes into use
 
     def begin_in_place(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor, key_lens: list[int]
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        frames: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        key_lens: list[int],
     ) -> torch.Tensor:
         """Begin an extend whose contexts are in frames, which ``has_room`` has promised. Arguments are as above.
 
@@ -90,16 +106,16 @@ class Residency:
             ``[B, P]`` int32: the frames of pages that were absent, where they are first in the batch, else -1.
         """
         given, most = torch.empty_like(frames), self._pages(key_lens)
-        where = self.req_to_token, rows, seq_lens
-        self.frames.begin_extend_in_place(*where, given, need=None if self._may_lack(most) else 0)
+        where = self.req_to_token, rows, seq_lens, prefix_lens
+        self.frames.begin_extend_in_place(*where, given, must=most + self.lent if self._may_lack(most + self.lent) else 0)
         self._end(most, rows, seq_lens, page_table, frames)
         return given
 
     def _end(self, taken: int, rows: torch.Tensor, seq_lens: torch.Tensor, page_table: torch.Tensor, frames: torch.Tensor) -> None:
         """Take the snapshot of a pass that takes at most ``taken`` frames."""
         self.frames.snapshot(self.req_to_token, rows, seq_lens, page_table, frames)
-        self.taken.append(taken)
-        self.held = None
+        self.taken.append(taken + self.lent)
+        self.held, self.lent = None, 0
 
     def _pages(self, key_lens: list[int]) -> int:
         """Frames that contexts of so many tokens take at most: their pages, and a page that each next token begins."""
@@ -112,10 +128,14 @@ class Residency:
         """
         return need if self._may_lack(need) and self.lacked < self.ended else 0
 
+    def _slots(self) -> int:
+        """Frames that rows are lent in this pass, or 0 if they do not lack."""
+        return self.lent if self._may_lack(self.lent) else 0
+
     def _may_lack(self, need: int) -> bool:
         """Whether fewer than ``need`` frames may be free."""
         counts = self._counts()
-        left = counts.left if self.counted else self.frames.num_resident
+        left = counts.left if self.counted else self.frames.num_frames - self.frames.num_slots
         return left - (sum(self.taken) - self.taken[0]) < need
 
     def _counts(self) -> FrameCounts:

@@ -65,6 +65,11 @@ class Retrieval(Engine):
         self.extend_attention.plan(batch.query_lens, batch.key_lens, batch.frames if batch.in_place else None)
         self.counts.index_fill_(0, batch.rows.long(), 0)
 
+    def refill(self, page_table: torch.Tensor, given: torch.Tensor) -> None:
+        """Copy pages of a decode batch to the frames that they were given, as ``InPlace.refill``, behind all that is in flight."""
+        self.complete_all_transfers()
+        self.store.in_place.refill(page_table, given)
+
     def extend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ExtendBatch, scale: float
     ) -> torch.Tensor:
@@ -87,6 +92,8 @@ class Retrieval(Engine):
         if fills := len(batch.full_pages) > 0:
             full = *context, batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads), batch.full_pages
             self.in_flight[layer].append(self.streams.transfers.submit(lambda: self.offload(layer, *full)))
+        if batch.given is not None and batch.context_starts is not None:
+            kernels.fill_frames(*context, batch.context_starts, batch.given, keys=cache.keys, values=cache.values)
         output = self.extend_attention(queries, *((cache.keys, cache.values) if batch.in_place else context), scale)
         if fills:
             context_keys, _, starts, full_pages = full

@@ -118,7 +118,17 @@ class Engine:
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
         streams = Streams(stream(), stream(), stream())
-        store = Store.build(config, shape, 400 * config.page_size, 8, 500, device, streams.transfers, num_resident=resident)
+        store = Store.build(
+            config,
+            shape,
+            400 * config.page_size,
+            8,
+            500,
+            device,
+            streams.transfers,
+            num_frames=9 * config.cache_pages + resident,
+            resident=resident != 0,
+        )
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
@@ -149,7 +159,7 @@ class Engine:
         prefixes = [a for _, a, _ in spans]
         frames, given = self._begin(rows, table, [b for _, _, b in spans], prefixes)
         lengths = prefixes, [b - a for _, a, b in spans]
-        plan = self.planner.plan(rows, table, frames, *lengths, self.req_to_token, given=given)
+        plan = self.planner.plan(rows, table, frames, *lengths, self.req_to_token, given=given, in_place=given is not None)
         self.in_place += plan.batch.in_place
         self.retrieval.prepare_extend(plan)
         outputs = [
@@ -176,13 +186,14 @@ class Engine:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What SGLang's backend does when a pass begins: returns the frames of its pages, and in place those that absent ones were given."""
         self.req_to_token[rows, : table.shape[1] * self.config.page_size : self.config.page_size] = table * self.config.page_size
+        self.retrieval.complete_all_transfers()
         frames = torch.empty_like(table, dtype=torch.int32)
         where = rows, self.to_device(torch.tensor(tokens)), torch.empty_like(frames), frames
         self.residency.note_requests(self.used_rows(), self.held_pages())
         if prefixes is None:
             self.residency.begin_decode(*where, sum(n % self.config.page_size == 0 for n in tokens))
         elif self.residency.has_room:
-            return frames, self.residency.begin_in_place(*where, tokens)
+            return frames, self.residency.begin_in_place(*where, self.to_device(torch.tensor(prefixes)), tokens)
         else:
             self.residency.begin_staged(*where, self.to_device(torch.tensor(prefixes)), tokens)
         return frames, None

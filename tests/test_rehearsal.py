@@ -48,7 +48,7 @@ def kernels_of(context, batch, rows, pages, resident, settings):
     config = FreeKVConfig(**settings)
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
     shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
-    store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_resident=resident)
+    store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=(rows + 1) * config.cache_pages + resident)
     residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32))
     recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
     engine = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
@@ -66,20 +66,29 @@ print(json.dumps([sorted(name for name, _ in first), sorted(name for name, _ in 
 
 FIRST = {"context": 131_072, "batch": 32, "rows": 32, "pages": 64, "resident": 40}
 OTHER = {"context": 40_000, "batch": 24, "rows": 25, "pages": 81, "resident": 0}
-BEGIN = {"_note_kernel", "_mark_kernel", "_begin_kernel", "_forget_kernel", "_hold_kernel", "_snapshot_kernel"}
+BEGIN = {
+    "_note_kernel",
+    "_lend_kernel",
+    "_mark_kernel",
+    "_begin_kernel",
+    "_hand_kernel",
+    "_forget_kernel",
+    "_hold_kernel",
+    "_snapshot_kernel",
+}
 STEP = {"_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
-EXTEND = {"_stage_kernel", "_offload_kernel", "_digest_kernel", "_fill_kernel"}
+EXTEND = {"_stage_kernel", "_offload_kernel", "_digest_kernel", "_fill_kernel", "_fill_frames_kernel"}
 SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in registers, and know how many to select
 
 
 @pytest.mark.parametrize(
     "settings, others, unlike, most",
     [
-        ({}, {}, set(), 28),
+        ({}, {}, set(), 31),
         ({"canary": "full", "recall_timing": 100}, {"canary": "full", "recall_timing": 48},
-         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 34),
-        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 28),
-        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 26),
+         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 37),
+        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 31),
+        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 29),
     ],
     ids=["sizes", "canary and timing", "budget", "copy engine"],
 )  # fmt: skip

@@ -205,7 +205,7 @@ def test_recall_after_offload_is_bit_exact():
                 if 0 <= page < request.tokens // 4:
                     here = slice(page * 4, page * 4 + 4)
                     unit = retrieval.host.layers[layer][request.pages[page], head]
-                    resident = cache.keys[request.row * retrieval.cache.num_slots + slot, :, head]
+                    resident = cache.keys[cache.row_frames[request.row, slot].long(), :, head]
                     assert torch.equal(unit[0], request.k[layer, here, head]) and torch.equal(unit[1], request.v[layer, here, head])
                     assert torch.equal(resident, request.k[layer, here, head])
 

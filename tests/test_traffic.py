@@ -124,22 +124,24 @@ def _keeping_a_frame_that_the_plan_does_not_know(machine: Traffic) -> None:
 def _staging_beside_frames_of_an_earlier_owner(machine: Traffic) -> None:
     frames = machine.retrieval.store.frames
     begin = frames.begin_extend_by_staging
-    frames.begin_extend_by_staging = lambda table, rows, seq_lens, prefixes, **need: begin(table, rows, seq_lens, seq_lens + 64, **need)
+    frames.begin_extend_by_staging = lambda table, rows, seq_lens, _, given, **need: begin(
+        table, rows, seq_lens, seq_lens + 64, given, **need
+    )
 
 
 def _giving_up_pages_of_running_rows(machine: Traffic) -> None:
     frames = machine.retrieval.store.frames
     reclaim = frames.reclaim
 
-    def take(need: int) -> None:
+    def take(must: int, may: int) -> None:
         frames.now += 1
-        reclaim(need)
+        reclaim(must, may)
         frames.now -= 1
 
     frames.reclaim = take
 
 
-@pytest.mark.parametrize("resident", [12])
+@pytest.mark.parametrize("resident", [-38])  # fewer frames than all rows have slots
 @pytest.mark.parametrize("sabotage", [
     _reading_the_frames_of_the_pass_before, _keeping_a_frame_that_the_plan_does_not_know, _staging_beside_frames_of_an_earlier_owner,
     _giving_up_pages_of_running_rows,

@@ -34,6 +34,7 @@ class Pools:
         # for all methods: a library keeps memory for each stream, and of PyTorch's every 32nd is the same one again
         self.streams = Streams.make(device)
         self.store = Store.build(config, kv, host_tokens - config.page_size, rows, config.page_size, device, self.streams[-1])
+        self.store.frames.lend_all()
         for tensor in (*self.store.digests.layers, *(each for layer in self.store.cache.layers for each in (layer.keys, layer.values))):
             tensor.normal_()
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from frame_traffic import FRAMES, HOST_PAGES, LENT, PAGE, ROWS, Pass, Traffic, ask
+from frame_traffic import FRAMES, Pass, Traffic, ask, make
 from sglang_freekv.memory_pool.frames import Frames
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,9 +32,10 @@ def assert_same(ours: Frames, theirs: Frames) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_traffic(seed):
     traffic = Traffic(seed)
-    ours, theirs = (Frames(FRAMES, HOST_PAGES, ROWS, LENT, PAGE, device) for device in ("cuda", "cpu"))
-    ask(ours, Pass("decode", [0], [1], [0], [1], FRAMES), traffic.slots)  # compiles, and gets memory
-    ours = Frames(FRAMES, HOST_PAGES, ROWS, LENT, PAGE, "cuda")
+    ours, theirs = (make(device=device) for device in ("cuda", "cpu"))
+    for each in (Pass("decode", [0], [1], [0], [1], [2], FRAMES, refill=True), Pass("staged", [0], [1], [0], must=None)):
+        ask(ours, each, traffic.slots)  # compiles, and gets memory
+    ours = make(device="cuda")
     for _ in range(400):
         each = traffic.next()
         found, expected = ask(ours, each, traffic.slots, within=no_wait), ask(theirs, each, traffic.slots)
@@ -47,7 +48,7 @@ def test_many_rows_and_long_contexts():
     """More requests and pages than a program has at once, with a prefix that all share."""
     generator = torch.Generator().manual_seed(0)
     rows, size, pages = 601, 8, 3000
-    ours, theirs = (Frames(60_000, 200_000, rows, 7, size, device) for device in ("cuda", "cpu"))
+    ours, theirs = (make(60_000, 200_000, rows, 7, size, device) for device in ("cuda", "cpu"))
     host_pages = (1 + torch.randperm(199_999, generator=generator)).int()
     held = torch.zeros(rows, pages, dtype=torch.int32)
     held[1:20], held[20:, :8] = host_pages[: 19 * pages].view(19, pages), host_pages[-8 * (rows - 20) :].view(-1, 8)
@@ -56,11 +57,11 @@ def test_many_rows_and_long_contexts():
     long, many = list(range(1, 20)), list(range(rows - 1, 19, -1))
     lens, short = [size * (2500 + row) - row % 3 for row in long], [size * (row % 5 + 1) + row % 2 for row in many]
     passes = [
-        Pass("in place", long, lens, [0] * 19, [], 0),
-        Pass("staged", long[:9], lens[:9], [1600 * size] * 9, [3, 4], 0),
-        Pass("decode", many, short, [0] * len(many), long, 0),
-        Pass("decode", many, [length + 1 for length in short], [0] * len(many), many[::2], 40_000),
-        Pass("in place", long, lens, [0] * 19, [], 50_000),
+        Pass("in place", long, lens, [0] * 19),
+        Pass("staged", long[:9], lens[:9], [1600 * size] * 9, [3, 4], long[:5], keep=20),
+        Pass("decode", many, short, [0] * len(many), long, many[::3]),
+        Pass("decode", many, [length + 1 for length in short], [0] * len(many), many[::2], may=40_000, refill=True),
+        Pass("in place", long, lens, [0] * 19, [], [], 50_000),
     ]
     for each in passes:
         found, expected = ask(ours, each, slots), ask(theirs, each, slots)

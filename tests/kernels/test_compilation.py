@@ -116,7 +116,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from sglang_freekv.kernels import on_gpu
+from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool import frames as owner
+from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
+from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.sizing import KVShape
 
 driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
 run, found = JITFunction.run, []
@@ -125,15 +129,17 @@ knobs.runtime.jit_cache_hook = lambda *, key, fn, **rest: found.append(fn.name.r
 owner.kernels = on_gpu
 
 for pages, rows, requests, tokens in (4096, 33, 8, 131_072), (977, 7, 1, 999):
-    frames = owner.Frames(pages // 2, pages, rows, 3, 32, "cpu")
+    shape = KVShape(LayerTable.uniform(0), 1, 1, 1, (1,), KVFormat.plain(torch.float32))
+    frames = owner.Frames(DeviceCache(shape, 32, Slots(rows, 3, 1, pages // 2), "cpu"), pages)
     slots = torch.zeros(rows, tokens + 4, dtype=torch.int32)
     batch = slots, torch.ones(requests, dtype=torch.int64), torch.ones(requests, dtype=torch.int64)
     page_table, shown, given = (torch.zeros(requests, tokens // 32, dtype=torch.int32) for _ in range(3))
     for now in range(2):
         frames.rows_ended(list(range(1, rows - 1))[: now * rows])
-        frames.begin_decode(*batch)
-        frames.begin_extend_in_place(*batch, given)
-        frames.begin_extend_by_staging(*batch, batch[1])
+        frames.lend([1, 2])
+        frames.begin_decode(*batch, given=given)
+        frames.begin_extend_in_place(*batch, batch[1], given)
+        frames.begin_extend_by_staging(*batch, batch[1], given, keep=now * 300)
         frames.snapshot(*batch, page_table, shown)
 print(json.dumps(found))
 """
@@ -142,5 +148,6 @@ print(json.dumps(found))
 def test_frames_compile_once_for_a_gpu_and_all_sizes():
     done = run(FRAMES)
     assert done.returncode == 0, done.stderr[-2000:]
-    expected = {"_note_kernel", "_mark_kernel", "_begin_kernel", "_hold_kernel", "_forget_kernel", "_snapshot_kernel"}
+    rows, pages = {"_note_kernel", "_lend_kernel", "_mark_kernel", "_hand_kernel"}, {"_begin_kernel", "_hold_kernel", "_forget_kernel"}
+    expected = rows | pages | {"_snapshot_kernel"}
     assert sorted(json.loads(done.stdout.splitlines()[-1])) == sorted(expected)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_freekv.kernels import reference
+from sglang_freekv.kernels import fill, reference
 from sglang_freekv.kernels.append import append_tokens
 from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.digest import digest_pages
-from sglang_freekv.kernels.fill import fill_pages
+from sglang_freekv.kernels.fill import fill_frames, fill_pages
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
@@ -130,6 +130,7 @@ def test_append(S, H, D, dtype, integer, C, monkeypatch):
     frames = torch.full((len(rows), P), -1, dtype=torch.int32, device=DEVICE)
     frames[3, 7] = R * C  # a page that is being filled, whatever the slots say
     asked = (ids(rows, integer), seq_lens, page_table, frames, lent(tables, R, C))
+    asked[-1].row_frames[2] = -1  # a row without slots
     wanted = reference.append_tokens(new_keys, new_values, *asked, keys=expected[0], values=expected[1])
     monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full([shape] if isinstance(shape, int) else shape, -7, **options))
     starts, filled = append_tokens(new_keys, new_values, *asked, keys=found[0], values=found[1])
@@ -137,7 +138,7 @@ def test_append(S, H, D, dtype, integer, C, monkeypatch):
     assert_same_bits(found, expected)
     assert starts.dtype == filled.dtype == torch.int32
     assert starts.tolist() == wanted[0].tolist() and starts[3].tolist() == [R * C * S] * H and filled.tolist() == wanted[1].tolist()
-    assert filled[0] == page_table[0, 1] and filled[1] == filled[4] == -1 and not starts[1].any()
+    assert filled[0] == page_table[0, 1] and filled[1] == filled[4] == filled[5] == -1 and not starts[1].any() and not starts[5].any()
 
 
 @shapes
@@ -302,12 +303,29 @@ def test_fill(S, H, D, dtype, integer):
     before = source.clone()
     found, expected = poisoned(R * C, S, H, D, dtype=dtype), poisoned(R * C, S, H, D, dtype=dtype)
     asked = (starts, ids(rows, integer), seq_lens, lent(tables, R, C))
+    asked[-1].row_frames[1] = -1  # a row without slots
     fill_pages(*source, *asked, keys=found[0], values=found[1])
     reference.fill_pages(*source, *asked, keys=expected[0], values=expected[1])
     assert_same_bits(found, expected)
     frames = asked[-1].row_frames.long()
     assert found[0][frames[0]].isnan().all() and not found[0][frames[4, C - 1]].isnan().any()
     assert_same_bits(source, before)
+
+
+@shapes
+@widths
+def test_fill_frames(S, H, D, dtype, integer, monkeypatch):
+    monkeypatch.setattr(fill, "PROGRAMS", 2)
+    lens, F = ids([5 * S, 3 * S - S // 2], integer), 9  # the last page passes the end
+    source = draw(2, int(lens.sum()), H, D, dtype=dtype)
+    given = torch.full((2, 6), -1, dtype=torch.int32, device=DEVICE)
+    given[0, [0, 3, 4]], given[1, [0, 2]] = ids([7, 0, 3]), ids([1, 5])
+    found, expected = poisoned(F, S, H, D, dtype=dtype), poisoned(F, S, H, D, dtype=dtype)
+    asked = lens.cumsum(0).to(integer) - lens, given[:, :5]
+    fill_frames(*source, *asked, keys=found[0], values=found[1])
+    reference.fill_frames(*source, *asked, keys=expected[0], values=expected[1])
+    assert_same_bits(found, expected)
+    assert torch.equal(found[1][3], source[1, 4 * S : 5 * S]) and found[0][[2, 4, 6, 8]].isnan().all()
 
 
 @widths

@@ -459,3 +459,20 @@ def test_pages_of_the_past_are_ranked_by_weight_and_then_by_slot_for_eviction():
     assert state.slot_pages[1].tolist() == [[8, 6, 2, 3, 7, 5], [0, 7, 2, 3, 8, 5]]
     assert state.attended[1].tolist() == [[3, 4, 0], [3, 1, 4]]
     assert state.counts[1].tolist() == [0 + 1, 2 + 1, 0]
+
+
+@pytest.mark.parametrize("ahead_first", [True, False])
+def test_a_row_without_slots_attends_to_resident_pages_only(ahead_first):
+    run, row = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 11, 4, 3, ahead_first=ahead_first, residency=0.6), ROWS[0]
+    for state in (run.ours, run.theirs):
+        state.row_frames[row] = -1
+    run.seed(run.logits())
+    for _ in range(STEPS):
+        run.seq_lens += 1
+        run.move(0.4)
+        for state in (run.ours, run.theirs):
+            state.empty()
+        run.plan_both(run.logits(), some_heads(0.4))
+        run.assert_alike()
+        assert (run.ours.slot_pages[row] == -1).all() and (run.ours.attended[row] < 0).all() and (run.ours.attended[row] < -1).any()
+        assert all(unit[2] >= 0 for units in run.ours.listed() for unit in units)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
-from frame_traffic import CONTEXT, FRAMES, HOST_PAGES, LENT, PAGE, ROWS, Contents, Model, Traffic, ask
+from frame_traffic import CONTEXT, FRAMES, HOST_PAGES, PAGE, Contents, Model, Traffic, ask, make
 from sglang_freekv.kernels import frame_tables
 from sglang_freekv.kernels.frame_tables import FrameTables
 from sglang_freekv.memory_pool.frames import Frames
 
 PASSES = 400
-
-
-def make() -> Frames:
-    return Frames(FRAMES, HOST_PAGES, ROWS, LENT, PAGE, "cpu")
 
 
 def assert_like(model: Model, frames: Frames) -> None:
@@ -23,16 +21,16 @@ def assert_like(model: Model, frames: Frames) -> None:
     assert tables.free[: int(tables.free_count)].tolist() == model.free
     assert {row: frame for row, frame in enumerate(tables.in_hand.tolist()) if frame >= 0} == model.in_hand
     assert {row: length for row, length in enumerate(tables.row_lens.tolist()) if length} == model.lens
-    assert list(frames.counts) == model.counts
+    assert {row: slots for row, slots in enumerate(tables.row_frames.tolist()) if row and slots[0] >= 0} == model.slots
+    assert frames.counts._replace(absent=0) == model.counts
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_traffic(seed):
     traffic, frames, model, contents = Traffic(seed), make(), Model(), Contents()
-    seen = {"decode": 0, "in place": 0, "staged": 0, "given up": 0, "unserved": 0, "shared": 0}
+    seen = Counter()
     for _ in range(PASSES):
-        each = traffic.next()
-        before = set(model.frame_of)
+        each, before, partial = traffic.next(), model.counts, set(model.slots)
         expected, given = model.step(each, lambda row, p: traffic.rows[row].pages[p])
         asked = ask(frames, each, traffic.slots)
         frames.check_integrity()
@@ -41,14 +39,23 @@ def test_traffic(seed):
             in_hand = [model.in_hand.get(row, -1)] if row and n % PAGE == 0 else []
             shown = (line + in_hand)[: CONTEXT // PAGE]
             assert asked.frames[b].tolist() == shown + [-1] * (asked.frames.shape[1] - len(shown))
-        if each.kind == "in place":
-            assert {(b, p): int(asked.given[b, p]) for b, p in (asked.given >= 0).nonzero().tolist()} == given
+        assert {(b, p): int(asked.given[b, p]) for b, p in (asked.given >= 0).nonzero().tolist()} == given
+        assert frames.counts.absent == sum(line.count(-1) for line in expected)
         contents.run(each, traffic, asked)
-        seen[each.kind] += 1
-        seen["given up"] += each.need > 0 and not before <= set(model.frame_of)
-        seen["unserved"] += model.counts[3] > 0
-        seen["shared"] += traffic.shares_a_page
-    assert min(seen.values()) > 10, seen
+        of_partial = sum(each.rows[b] in traffic.partial for b, _ in given)
+        seen.update({
+            each.kind: 1,
+            "refilled": each.kind == "decode" and len(given) > 0,
+            "kept of whole rows": each.kind == "staged" and len(given) > of_partial,
+            "kept of partial rows": each.kind == "staged" and of_partial > 0,
+            "lent": len(each.lent) > 0,
+            "taken back": not partial.isdisjoint(each.ended),
+            "brought": model.brought > before.brought,
+            "given up": model.given_up > before.given_up,
+            "unserved": model.unserved > 0,
+            "shared": traffic.shares_a_page,
+        })  # fmt: skip
+    assert len(seen) == 12 and min(seen.values()) > 3, seen
 
 
 def put(table: torch.Tensor, place: int | torch.Tensor, value: int | torch.Tensor) -> None:

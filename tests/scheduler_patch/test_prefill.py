@@ -10,6 +10,7 @@ import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from frame_traffic import make
 from sglang_freekv import releases
 from sglang_freekv.backend import FreeKVAttnBackend
 from sglang_freekv.extend_plan import ExtendPlanner
@@ -90,7 +91,7 @@ def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames):
 
     allocator = adder.token_to_kv_pool_allocator
     allocator.available_size, adder.running_batch = (lambda: 1024 - 4 * PAGE), SimpleNamespace(reqs=["one"])
-    residency = Residency(Frames(6 + frames, 99, 6, 6, PAGE, "cpu"), torch.zeros(6, 8 * PAGE, dtype=torch.int64))
+    residency = Residency(make(6 + frames, 99, 6, 1, PAGE), torch.zeros(6, 8 * PAGE, dtype=torch.int64))
     allocator.get_kvcache().residency = SimpleNamespace(fits=lambda *need: (asked.append(need), residency.fits(*need))[1])
     requests = [request(pages * PAGE, prefix=(pages - 1) * PAGE) for pages in (16, 13, 4)]
     results = [prefill.bounded_contexts(admit, adder, each) is AddReqResult.CONTINUE for each in requests]
@@ -99,7 +100,7 @@ def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames):
 
 def scheduler_of(planner) -> tuple[SimpleNamespace, Frames]:
     """A scheduler with five rows, of which none is free, and its frames. Of nine pages three are free, and two may be evicted."""
-    frames = Frames(8, 9, 6, 6, PAGE, "cpu")
+    frames = make(8, 9, 6, 1, PAGE)
     pool = SimpleNamespace(planner=planner, residency=Residency(frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)))
     sizes = {"size": 9 * PAGE, "page_size": PAGE, "available_size": lambda: 3 * PAGE}
     allocator, rows = SimpleNamespace(get_kvcache=lambda: pool, **sizes), SimpleNamespace(size=5, free_slots=[])
@@ -122,14 +123,14 @@ def test_rows_that_have_become_free_have_ended_by_the_next_batch():
     for free, expected in (([4, 5], []), ([5], []), ([2, 4, 5], [2, 4]), ([3, 4, 5], [3])):
         scheduler.req_to_token_pool.free_slots = free
         prefill.mark_tables(scheduler, batch)
-        assert frames._take_ended().tolist() == expected
+        assert frames._take(frames._ended).tolist() == expected
 
 
 @pytest.mark.parametrize("resident", [4, 5, 6, 9])
 def test_an_extend_is_in_place_if_the_pages_of_all_requests_have_room(resident):
     """Four of nine pages belong to requests, and two requests may each want one more in hand."""
     scheduler, _ = scheduler_of(planner=None)
-    frames = Frames(6 + resident, 10, 6, 6, PAGE, "cpu")
+    frames = make(6 + resident, 10, 6, 1, PAGE)
     residency = scheduler.token_to_kv_pool_allocator.get_kvcache().residency = Residency(
         frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)
     )
@@ -145,9 +146,9 @@ def test_an_extend_is_in_place_if_the_pages_of_all_requests_have_room(resident):
 def test_nothing_is_reclaimed_again_while_running_rows_have_every_frame():
     """Four rows of one page each fill four frames, and want another one each in every step. When one ends, its page may give way."""
     tables = (torch.arange(6 * 8 * PAGE, dtype=torch.int64) + PAGE).view(6, -1)
-    frames, reclaimed = Frames(6 + 4, 60, 6, 6, PAGE, "cpu"), []
+    frames, reclaimed = make(1 + 4 + 4, 60, 6, 1, PAGE), []
     residency, reclaim = Residency(frames, tables), frames.reclaim
-    frames.reclaim = lambda need: (reclaimed.append(frames.now), reclaim(need))
+    frames.reclaim = lambda *wanted: (reclaimed.append(frames.now), reclaim(*wanted))
 
     def step(rows: list[int]) -> None:
         residency.note_requests(set(rows), len(rows))
@@ -155,15 +156,17 @@ def test_nothing_is_reclaimed_again_while_running_rows_have_every_frame():
         residency.begin_decode(torch.tensor(rows), torch.full((len(rows),), PAGE), *table, len(rows))
 
     residency.note_requests({1, 2, 3, 4}, 4)
-    residency.begin_in_place(torch.arange(1, 5), torch.full((4,), PAGE - 1), *torch.empty((2, 4, 8), dtype=torch.int32), [PAGE - 1] * 4)
+    residency.begin_in_place(
+        torch.arange(1, 5), torch.full((4,), PAGE - 1), *torch.empty((2, 4, 8), dtype=torch.int32), torch.zeros(4), [PAGE - 1] * 4
+    )
     reclaimed.clear()
     for _ in range(5):
         step([1, 2, 3, 4])
     assert not reclaimed  # nobody has ended, so no page is without a request
     for _ in range(5):
         step([1, 2, 3])
-    assert reclaimed and reclaimed[0] == 7 and len(reclaimed) <= 2 and frames.counts.unserved == 2
-    assert sum(int(hand) >= 0 for hand in frames.tables.in_hand) == 1 and len(residency.taken) <= 2  # what has been counted is forgotten
+    assert reclaimed and reclaimed[0] == 7 and len(reclaimed) <= 2 and frames.counts.unserved == 1
+    assert sum(int(hand) >= 0 for hand in frames.tables.in_hand) == 2 and len(residency.taken) <= 2  # what has been counted is forgotten
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
@@ -180,8 +183,11 @@ def test_prefixes_are_looked_up_in_the_rows_of_the_scheduler(scheduled):
     backend.token_to_kv_pool = SimpleNamespace(page_size=PAGE)
     tables = torch.arange(6)[:, None] * 1000 * PAGE + torch.arange(8 * PAGE)
     backend.req_to_token_pool = SimpleNamespace(req_to_token=tables)
-    backend.residency = Residency(Frames(9, 6000, 6, 6, PAGE, "cpu"), tables)
-    backend.retrieval, backend.planner = SimpleNamespace(prepare_extend=prepare_extend), ExtendPlanner(InlineStream(), PAGE)
+    backend.residency = Residency(make(9, 6000, 6, 1, PAGE), tables)
+    backend.retrieval, backend.planner = (
+        SimpleNamespace(prepare_extend=prepare_extend, complete_all_transfers=lambda: None),
+        ExtendPlanner(InlineStream(), PAGE),
+    )
     if scheduled:
         backend.planner.note_tables(rows)
     forward_batch = SimpleNamespace(
