@@ -348,20 +348,20 @@ class Contents:
         for b, row, p, page in pages:
             had, has = self._tokens(each, b, p)
             if (given := int(asked.given[b, p])) >= 0 and (had or each.kind == "staged"):
-                assert not had or self.host[page] == traffic.owners[page], (
+                assert not had or self.host.get(page) == traffic.owners[page], (
                     f"row {row}, page {p}: brought, though the host has nothing of it"
                 )
                 self.frames[given] = page, traffic.owners[page], has if each.kind == "staged" else had
         for b, row, p, page in pages:
             frame, owner, (had, has) = int(asked.frames[b, p]), traffic.owners[page], self._tokens(each, b, p)
             if frame >= 0 and had and each.kind != "staged":
-                assert self.frames[frame] == (page, owner, had), f"row {row}, page {p}: the KV of another page"
+                assert self.frames.get(frame) == (page, owner, had), f"row {row}, page {p}: the KV of another page"
             if 0 < had < PAGE and page in self.begun:
                 assert frame == self.begun[page], f"row {row}, page {p}: given up before it was full"
             if frame >= 0 and has > had and each.kind != "staged":
                 self.frames[frame] = page, owner, has
             if frame >= 0 and has:
-                assert self.frames[frame] == (page, owner, has), f"row {row}, page {p}: not written"
+                assert self.frames.get(frame) == (page, owner, has), f"row {row}, page {p}: not written"
             assert frame >= 0 or row in traffic.partial or not has, f"row {row}, page {p}: absent, and the row has no slots"
             if has == PAGE:
                 self.host[page] = owner

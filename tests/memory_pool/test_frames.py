@@ -10,7 +10,9 @@ import torch
 from frame_traffic import CONTEXT, FRAMES, HOST_PAGES, PAGE, Contents, Model, Traffic, ask, make
 from sglang_freekv.kernels import frame_tables
 from sglang_freekv.kernels.frame_tables import FrameTables
+from sglang_freekv.memory_pool import frames as owner
 from sglang_freekv.memory_pool.frames import Frames
+from sglang_freekv.memory_pool.reclaim import reclaim
 
 PASSES = 400
 
@@ -91,3 +93,49 @@ def test_damage_is_found(fault, damage):
     damage(frames.tables)
     with pytest.raises(RuntimeError, match=f"frames: .*{fault}.*, expected none"):
         frames.check_integrity()
+
+
+def giving_up_pinned_pages(frames: Frames, monkeypatch) -> None:
+    monkeypatch.setattr(owner, "reclaim", lambda tables, now, *wanted: reclaim(tables, now + 1, *wanted))
+
+
+def keeping_slots_of_rows_that_ended(frames: Frames, monkeypatch) -> None:
+    note = owner.kernels.note_rows
+
+    def without_slots(ended, lent, rows, seq_lens, tables) -> None:
+        kept = tables.row_frames.clone()
+        tables.row_frames[1:] = frame_tables.WHOLE
+        note(ended, lent, rows, seq_lens, tables)
+        tables.row_frames.copy_(kept)
+
+    monkeypatch.setattr(owner.kernels, "note_rows", without_slots)
+
+
+def copying_nothing(kind: str):
+    """What passes of that kind give absent pages is never written."""
+
+    def sabotage(frames: Frames, monkeypatch) -> None:
+        run = Contents.run
+
+        def without(contents: Contents, each, traffic: Traffic, asked) -> None:
+            given = torch.full_like(asked.given, -1) if each.kind == kind else asked.given
+            run(contents, each, traffic, asked._replace(given=given))
+
+        monkeypatch.setattr(Contents, "run", without)
+
+    sabotage.__name__ = f"copying_nothing_{kind}"
+    return sabotage
+
+
+@pytest.mark.parametrize("sabotage", [
+    giving_up_pinned_pages, keeping_slots_of_rows_that_ended, copying_nothing("staged"), copying_nothing("decode"), copying_nothing("in place"),
+])  # fmt: skip
+def test_a_broken_pass_is_found(sabotage, monkeypatch):
+    """The negative control: the contents of frames tell what goes wrong, without the model."""
+    traffic, frames, contents = Traffic(0), make(), Contents()
+    sabotage(frames, monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for _ in range(PASSES):
+            each = traffic.next()
+            contents.run(each, traffic, ask(frames, each, traffic.slots))
+            assert frames.counts.stranded == 0
