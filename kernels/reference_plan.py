@@ -215,7 +215,8 @@ def _select_for(
     if held is not None:
         marked = torch.zeros(*required.shape[:-1], required.shape[1] + 1, dtype=torch.bool, device=b.device)  # the last: no page
         marked.scatter_(1, held[heads].where(held[heads] >= 0, required.shape[1]).long(), True)
-        required = marked[:, :-1].where((num_pages > attended.shape[2])[:, None], required)
+        always = required & (weights == float("-inf"))  # sink and window, some of which a row without slots may not have listed
+        required = (marked[:, :-1] | always).where((num_pages > attended.shape[2])[:, None], required)
     resident = candidates.frames[b] >= 0
     table = slot_pages[rows[b], h].long()
     page = table.clamp(0, required.shape[1] - 1)

@@ -83,18 +83,18 @@ def _write_kernel(
     o_d = tl.arange(0, BLOCK_D)[None, :]
     if i < num_tokens:
         o_h = tl.arange(0, BLOCK_H)[:, None]
-        m = (o_h < H) & (o_d < D)
+        m_key = (o_h < H) & (o_d < D)
         o_place = tl.load(p_token_rows + i).to(tl.int64) * stride_token + o_h * stride_head + o_d
-        b_key = tl.load(p_new_keys + i * key_stride_token + o_h * key_stride_head + o_d, mask=m)
-        b_value = tl.load(p_new_values + i * value_stride_token + o_h * value_stride_head + o_d, mask=m)
-        tl.store(p_keys + o_place, b_key, mask=m)
-        tl.store(p_values + o_place, b_value, mask=m)
+        b_key = tl.load(p_new_keys + i * key_stride_token + o_h * key_stride_head + o_d, mask=m_key)
+        b_value = tl.load(p_new_values + i * value_stride_token + o_h * value_stride_head + o_d, mask=m_key)
+        tl.store(p_keys + o_place, b_key, mask=m_key)
+        tl.store(p_values + o_place, b_value, mask=m_key)
     else:
         i_b = i - num_tokens
         o_q = tl.arange(0, BLOCK_HQ)[:, None]
-        m = (o_q < HQ) & (o_d < D)
+        m_query = (o_q < HQ) & (o_d < D)
         i_token, i_row = tl.load(p_last_tokens + i_b).to(tl.int64), tl.load(p_rows + i_b).to(tl.int64)
-        b_query = tl.load(p_queries + i_token * query_stride_token + o_q * query_stride_head + o_d, mask=m)
+        b_query = tl.load(p_queries + i_token * query_stride_token + o_q * query_stride_head + o_d, mask=m_query)
         o_query = o_q * D + o_d
-        tl.store(p_previous + i_row * HQ * D + o_query, b_query, mask=m)
-        tl.store(p_last_queries + i_b * HQ * D + o_query, b_query, mask=m)
+        tl.store(p_previous + i_row * HQ * D + o_query, b_query, mask=m_query)
+        tl.store(p_last_queries + i_b * HQ * D + o_query, b_query, mask=m_query)
