@@ -13,6 +13,7 @@ else:
     from sglang_freekv.kernels.misses import Misses
     from sglang_freekv.kernels.reads import Reads
     from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box
+    from sglang_freekv.kernels.staged_layers import StagedLayers
     from sglang_freekv.kernels.units import Units
 
     allocate_shares = by_device(reference.allocate_shares, of="queries")
@@ -42,6 +43,7 @@ else:
     seed_slots = by_device(reference.seed_slots, of="candidates")
     settle_stamps = by_device(reference.settle_stamps, of="stamps")
     snapshot_pages = by_device(reference.snapshot_pages, of="page_table")
+    stage_layers = by_device(reference.stage_layers, of="host_pages")
     stage_pages = by_device(reference.stage_pages, of="keys")
     take_in_hand = by_device(reference.take_in_hand, of="tables")
     verify_units = by_device(reference.verify_units, of="keys")
@@ -59,6 +61,7 @@ else:
         "Pooling",
         "RECALLED",
         "Reads",
+        "StagedLayers",
         "Tables",
         "Units",
         "allocate_shares",
@@ -88,6 +91,7 @@ else:
         "seed_slots",
         "settle_stamps",
         "snapshot_pages",
+        "stage_layers",
         "stage_pages",
         "take_in_hand",
         "verify_units",

@@ -17,7 +17,7 @@ from sglang_freekv.kernels.recall import recall_pages
 from sglang_freekv.kernels.running_rows import lend_slots, mark_pages, note_rows
 from sglang_freekv.kernels.score import score_pages
 from sglang_freekv.kernels.seed import seed_slots
-from sglang_freekv.kernels.stage import stage_pages
+from sglang_freekv.kernels.stage import stage_layers, stage_pages
 from sglang_freekv.kernels.stamps import settle_stamps, write_stamp
 from sglang_freekv.kernels.two_bit import digest_two_bit, score_two_bit
 from sglang_freekv.kernels.write import write_tokens
@@ -50,6 +50,7 @@ __all__ = [
     "seed_slots",
     "settle_stamps",
     "snapshot_pages",
+    "stage_layers",
     "stage_pages",
     "take_in_hand",
     "verify_units",

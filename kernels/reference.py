@@ -38,6 +38,7 @@ from sglang_freekv.kernels.reference_movers import (
     offload_pages,
     recall_pages,
     snapshot_pages,
+    stage_layers,
     stage_pages,
     write_tokens,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "settle_stamps",
     "snapshot_pages",
     "SPREAD",
+    "stage_layers",
     "stage_pages",
     "take_in_hand",
     "verify_units",

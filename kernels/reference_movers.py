@@ -11,6 +11,7 @@ from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.frame_tables import ABSENT, FrameTables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reference_stamps import BEGIN, write_stamp
+from sglang_freekv.kernels.staged_layers import StagedLayers
 
 
 def offload_pages(
@@ -139,6 +140,17 @@ def stage_pages(
     units = host_pool[host_pages.to(host_pool.device)].to(keys.device).permute(2, 0, 3, 1, 4)
     rows = starts[:, None] + torch.arange(host_pool.shape[3], device=starts.device)
     keys[rows], values[rows] = units[0], units[1]
+
+
+def stage_layers(layers: StagedLayers, host_pages: torch.Tensor, starts: torch.Tensor, *, first: int, last: int) -> None:
+    """:func:`stage_pages` in each of the layers from ``first`` to before ``last``.
+
+    Args:
+        layers: all layers.
+        host_pages, starts: as in :func:`stage_pages`, the same in every layer.
+    """
+    for layer in range(first, last):
+        stage_pages(layers.host[layer], host_pages, starts, layers.keys[layer], layers.values[layer])
 
 
 def write_tokens(

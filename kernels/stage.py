@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: copy whole pages of all kv heads out of pinned host memory, which the kernel reads in place."""
+"""Stage: copy whole pages of all kv heads out of pinned host memory, which the kernels read in place."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from sglang_freekv.kernels.staged_layers import StagedLayers
 
 READ_BYTES = 16384  # read by a program at once: few programs then fill the link (benchmarks/results/bench_recall.json)
 
@@ -23,28 +25,32 @@ def stage_pages(
 
     A program ends at its first -1.
     """
+    assert keys.stride() == values.stride()
+    grid, strides, sizes = _launch(host_pool, host_pages, keys, programs)
+    _stage_kernel[grid](host_pool, host_pages, starts, keys, values, *strides, **sizes, num_warps=8)
+
+
+def stage_layers(
+    layers: StagedLayers, host_pages: torch.Tensor, starts: torch.Tensor, *, first: int, last: int, programs: int = 16
+) -> None:
+    """As reference.stage_layers. Each program copies its part of a layer, then that of the next one."""
+    grid, strides, sizes = _launch(layers.host[0], host_pages, layers.keys[0], programs)
+    like = layers.keys[0]  # of the type that addresses point to
+    _stage_layers_kernel[grid](layers.addresses, like, host_pages, starts, first, last, *strides, **sizes, num_warps=8)
+
+
+def _launch(
+    host_pool: torch.Tensor, host_pages: torch.Tensor, keys: torch.Tensor, programs: int
+) -> tuple[tuple[int], tuple[int, ...], dict]:
+    """Grid, strides and sizes for ``host_pages`` of a pool and token rows like these."""
     num_heads, _, page_size, head_dim = host_pool.shape[1:]
     num_units = len(host_pages) * num_heads
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(head_dim)
     units = max(1, READ_BYTES // (2 * block_s * block_d * host_pool.element_size()))
-    assert host_pool.stride(4) == keys.stride(2) == 1 and keys.stride() == values.stride()
-    _stage_kernel[(min(triton.cdiv(num_units, units), programs),)](
-        host_pool,
-        host_pages,
-        starts,
-        keys,
-        values,
-        num_units,
-        *host_pool.stride()[:4],
-        *keys.stride()[:2],
-        H=num_heads,
-        S=page_size,
-        D=head_dim,
-        UNITS=units,
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=8,
-    )
+    assert host_pool.stride(4) == keys.stride(2) == 1
+    grid = (min(triton.cdiv(num_units, units), programs),)
+    strides = (num_units, *host_pool.stride()[:4], *keys.stride()[:2])
+    return grid, strides, dict(H=num_heads, S=page_size, D=head_dim, UNITS=units, BLOCK_S=block_s, BLOCK_D=block_d)
 
 
 @triton.jit(do_not_specialize=("num_units",))
@@ -68,6 +74,57 @@ def _stage_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    places = p_host, p_host_pages, p_starts, p_keys, p_values
+    strides = host_stride_page, host_stride_head, host_stride_kind, host_stride_token, stride_token, stride_head
+    _stage(places, strides, num_units, H, S, D, UNITS, BLOCK_S, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=("first", "last", "num_units"))
+def _stage_layers_kernel(
+    p_addresses,  # [L, 3] of a layer's host pool, keys and values
+    p_like,  # of the type that they point to
+    p_host_pages,  # [N]
+    p_starts,  # [N]
+    first,
+    last,
+    num_units,
+    host_stride_page,
+    host_stride_head,
+    host_stride_kind,
+    host_stride_token,
+    stride_token,
+    stride_head,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    strides = host_stride_page, host_stride_head, host_stride_kind, host_stride_token, stride_token, stride_head
+    for i_layer in range(first, last):
+        p_layer = p_addresses + i_layer * 3
+        p_host = tl.multiple_of(tl.load(p_layer).to(p_like.dtype), 16)
+        p_keys = tl.multiple_of(tl.load(p_layer + 1).to(p_like.dtype), 16)
+        p_values = tl.multiple_of(tl.load(p_layer + 2).to(p_like.dtype), 16)
+        places = p_host, p_host_pages, p_starts, p_keys, p_values
+        _stage(places, strides, num_units, H, S, D, UNITS, BLOCK_S, BLOCK_D)
+
+
+@triton.jit
+def _stage(
+    places,
+    strides,
+    num_units,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    p_host, p_host_pages, p_starts, p_keys, p_values = places
+    host_stride_page, host_stride_head, host_stride_kind, host_stride_token, stride_token, stride_head = strides
     o_t, o_d = tl.arange(0, UNITS * BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
     o_s, o_u = o_t % BLOCK_S, 0 if UNITS == 1 else o_t // BLOCK_S
     o_host = o_s * host_stride_token + o_d

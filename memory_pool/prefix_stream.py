@@ -82,12 +82,13 @@ class PrefixStream(ABC):
     def _stream(self, layers: range, behind: Sequence[Handle] | None = None) -> Handle:
         """Stream the prefixes of ``layers``. The first of them waits for all."""
 
-        def stage() -> None:
-            host_pages, starts = self.staged
-            for layer in layers:
-                kernels.stage_pages(self.host.layers[layer], host_pages, starts, *self.token_rows(layer))
+        return self.stream.submit(lambda: self.copy(layers), behind)
 
-        return self.stream.submit(stage, behind)
+    def copy(self, layers: range) -> None:
+        """Copy the pages that were looked up, in each of ``layers``, on the current stream."""
+        for layer in layers:
+            host_pages, starts = self.staged
+            kernels.stage_pages(self.host.layers[layer], host_pages, starts, *self.token_rows(layer))
 
     def _verify(self, layer: int) -> None:
         host_pages, starts = self.staged

@@ -9,6 +9,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.batch import Prefixes, StagedPages
+from sglang_freekv.kernels import StagedLayers
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.host_pool import HostPool
@@ -94,6 +95,7 @@ class InPlace(PrefixStream):
     def __init__(self, cache: DeviceCache, host: HostPool, stream: TransferStream, canary: Canary | None = None) -> None:
         super().__init__(host, stream, canary)
         self.cache = cache
+        self.layers = StagedLayers.of(host.layers, *zip(*(layer.token_rows for layer in cache.layers)))
 
     def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.layers[layer].token_rows
@@ -108,6 +110,10 @@ class InPlace(PrefixStream):
     def next_layers(self, layer: int) -> Iterable[range]:
         return ()
 
+    def copy(self, layers: range) -> None:
+        host_pages, starts = self.staged
+        kernels.stage_layers(self.layers, host_pages, starts, first=layers.start, last=layers.stop)
+
     def refill(self, page_table: torch.Tensor, given: torch.Tensor) -> None:
         """Copy pages to the frames that they were given, in all layers, on the current stream. Nothing may be in flight.
 
@@ -117,7 +123,8 @@ class InPlace(PrefixStream):
         """
         host_pages, order = page_table.where(given >= 0, -1).flatten().sort(descending=True)
         self.staged = StagedPages(host_pages, given.flatten()[order].long() * self.cache.page_size)
-        for layer, pages in enumerate(self.host.layers):
-            kernels.stage_pages(pages, *self.staged, *self.token_rows(layer))
-            if self.canary is not None:
+        layers = range(len(self.host.layers))
+        self.copy(layers)
+        if self.canary is not None:
+            for layer in layers:
                 self._verify(layer)

@@ -14,13 +14,15 @@ from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.recall import recall_pages
-from sglang_freekv.kernels.stage import stage_pages
+from sglang_freekv.kernels.stage import stage_layers, stage_pages
+from sglang_freekv.kernels.staged_layers import StagedLayers
 from sglang_freekv.kernels.two_bit import digest_two_bit
 from sglang_freekv.kernels.write import write_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = (
-    append_tokens, digest_pages, digest_two_bit, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_pages, write_tokens,
+    append_tokens, digest_pages, digest_two_bit, fill_pages, offload_pages, recall_pages, snapshot_pages, stage_layers, stage_pages,
+    write_tokens,
 )  # fmt: skip
 
 SHAPES = [(4, 2, 16, torch.bfloat16), (5, 3, 24, torch.float32), (1, 1, 8, torch.float16)]
@@ -288,6 +290,20 @@ def test_stage(S, H, D, dtype, layout, programs, integer):
     stage_pages(host, host_pages[:0], starts[:0], *found)
     assert_same_bits(found, expected)
     assert_same_bits(host, before)
+
+
+@shapes
+@launches
+def test_stage_layers(S, H, D, dtype, layout, programs, integer):
+    """A part of the layers, each into its own token rows."""
+    hosts = [host_pool(layout, 9, H, S, D, dtype) for _ in range(4)]
+    listed, starts = ids([8, 3, 5, -1, -1], integer), ids([2 * S + 1, 0, 7 * S, 4 * S, S], integer)
+    found, expected = ([poisoned(9 * S + 2, H, D, dtype=dtype) for _ in hosts] for _ in range(2))
+    stage_layers(StagedLayers.of(hosts, *zip(*found)), listed, starts, first=1, last=3, programs=programs)
+    reference.stage_layers(StagedLayers.of(hosts, *zip(*expected)), listed, starts, first=1, last=3)
+    for layer, (ours, theirs) in enumerate(zip(found, expected)):
+        assert_same_bits(ours, theirs)
+        assert int((~ours[0].isnan()).sum()) == (0 < layer < 3) * 3 * S * H * D
 
 
 @shapes
