@@ -50,6 +50,7 @@ class FrameTables(NamedTuple):
         in_hand: ``[R]`` int32 frame that the next page of each row will take, -1 for none.
         row_lens: ``[R]`` int32 tokens of each running row, 0 where none runs.
         row_frames: ``[R, C]`` int32 frame of each slot of a partial row, -1 in a whole row. The device cache reads the same tensor.
+        row_absent: ``[R]`` int32 absent pages of each row, in the last pass that had it in its batch.
         counts: ``[7]`` int64 numbers of ``FrameCounts``, in its order. Those before STRANDED begin at 0 in each pass.
     """
 
@@ -61,6 +62,7 @@ class FrameTables(NamedTuple):
     in_hand: torch.Tensor
     row_lens: torch.Tensor
     row_frames: torch.Tensor
+    row_absent: torch.Tensor
     counts: torch.Tensor
 
     @property
@@ -87,5 +89,6 @@ class FrameTables(NamedTuple):
             in_hand=table(num_rows),
             row_lens=table(num_rows, 0),
             row_frames=row_frames,
+            row_absent=table(num_rows, 0),
             counts=table(7, 0, torch.int64),
         )

@@ -34,7 +34,7 @@ def snapshot_pages(
         seq_lens,
         page_table,
         frames,
-        *((None, None, None) if tables is None else (tables.frame_of, tables.in_hand, tables.counts)),
+        *((None, None, None, None) if tables is None else (tables.frame_of, tables.in_hand, tables.row_absent, tables.counts)),
         num_pages,
         req_to_token.shape[1],
         req_to_token.stride(0),
@@ -53,6 +53,7 @@ def _snapshot_kernel(
     p_frames,  # [B, P] or None
     p_frame_of,  # [host pages] or None
     p_in_hand,  # [R] or None
+    p_row_absent,  # [R] or None
     p_counts,  # [7] or None
     num_pages,
     num_tokens,
@@ -77,4 +78,5 @@ def _snapshot_kernel(
         b_frame = tl.where(m_next, tl.load(p_in_hand + i_row), b_frame)
         tl.store(p_frames + o_table, b_frame, mask=o_p < num_pages)
         if absent > 0:
+            tl.atomic_add(p_row_absent + i_row, absent, sem="relaxed")
             tl.atomic_add(p_counts + ABSENT, absent.to(tl.int64), sem="relaxed")

@@ -48,6 +48,7 @@ def note_rows(ended: torch.Tensor, lent: torch.Tensor, rows: torch.Tensor, seq_l
     tables.row_frames[lent[tables.row_frames[lent, 0] == WHOLE], 0] = ASKED
     real = rows > 0
     tables.row_lens[rows[real]] = seq_lens[real].to(torch.int32)
+    tables.row_absent[rows[real]] = 0
 
 
 def lend_slots(lent: torch.Tensor, tables: FrameTables) -> None:

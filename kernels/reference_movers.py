@@ -257,7 +257,9 @@ def snapshot_pages(
     within, coming = begun & (first < seq_lens[:, None]) & real, begun & (first == seq_lens[:, None]) & real
     held = tables.frame_of[page_table].where(within, -1)
     frames.copy_(tables.in_hand[rows][:, None].where(coming, held))
-    tables.counts[ABSENT] += (within & (held < 0)).sum()
+    absent = (within & (held < 0)).sum(1)
+    tables.row_absent.index_add_(0, rows, absent.to(torch.int32))
+    tables.counts[ABSENT] += absent.sum()
 
 
 def gather_pages(rows: torch.Tensor, starts: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ def note_rows(ended: torch.Tensor, lent: torch.Tensor, rows: torch.Tensor, seq_l
         tables.in_hand,
         tables.row_lens,
         tables.row_frames,
+        tables.row_absent,
         tables.counts,
         len(ended),
         len(lent),
@@ -82,6 +83,7 @@ def _note_kernel(
     p_in_hand,  # [R]
     p_row_lens,  # [R]
     p_row_frames,  # [R, C]
+    p_row_absent,  # [R]
     p_counts,  # [7]
     M,
     N,
@@ -112,6 +114,7 @@ def _note_kernel(
     for start in range(0, B, BLOCK_B):
         b_row, o_b = _rows(p_rows, start, B, BLOCK_B)
         tl.store(p_row_lens + b_row, tl.load(p_seq_lens + o_b, mask=b_row > 0, other=0).to(tl.int32), mask=b_row > 0)
+        tl.store(p_row_absent + b_row, 0, mask=b_row > 0)
     tl.store(p_free_count, count)
     o_count = tl.arange(0, 8)
     tl.store(p_counts + o_count, tl.zeros((8,), tl.int64), mask=o_count < OF_A_PASS)

@@ -217,6 +217,7 @@ class Frames:
     def _lacking(self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """``[1]`` absent pages of the whole rows of the batch. ``given`` is written."""
         kernels.snapshot_pages(req_to_token, rows, seq_lens, torch.empty_like(given), self.page_size, tables=self.tables, frames=given)
+        self.tables.row_absent.zero_()
         self.tables.counts[ABSENT : ABSENT + 1].zero_()  # a scalar would be copied from the host, which waits
         begun = torch.arange(given.shape[1], device=given.device) * self.page_size < seq_lens[:, None]
         whole = (self.tables.row_frames[rows, :1] == WHOLE) & (rows > 0)[:, None]

@@ -20,7 +20,7 @@ class StepCounts:
     """FreeKV's part of the results of one forward pass.
 
     Args:
-        rows: ``[B, 3]`` counts of the batch's rows. They become a list when the first of them is read.
+        rows: ``[B, 4]`` counts of the batch's rows, as in ``RequestCounts.update``. They become a list when the first of them is read.
         decoded: whether it was a decode step.
         faults: the canary's faults, if there is a canary.
         recall: ``[3]`` int64 in the order of ``RecallTimes``, if recall is timed.
@@ -38,7 +38,8 @@ def attach(result, worker, batch, *args, **kwargs) -> None:
         retrieval, rows, decoded = worker.model_runner.attn_backend.retrieval, batch.req_pool_indices, batch.forward_mode.is_decode()
         if retrieval.clock is not None and decoded and any(retrieval.in_flight):  # a step in a graph has ended already
             retrieval.end_step(rows)
-        step = StepCounts(retrieval.row_counts(rows), decoded)
+        absent = retrieval.store.frames.tables.row_absent[rows]
+        step = StepCounts(torch.column_stack([retrieval.row_counts(rows), absent]), decoded)
         if retrieval.canary is not None:
             retrieval.complete_all_transfers()  # without a graph, transfers may be in flight and a fault half written
             step.faults = retrieval.canary.faults.clone()

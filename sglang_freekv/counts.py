@@ -47,24 +47,26 @@ class RequestCounts:
     def __init__(self, config: FreeKVConfig, heads: int) -> None:
         self.config, self.heads = config, heads
         self.counts = RetrievalCounts()
-        self.context_pages = 0
-        self._seen = (0, 0, 0)
+        self.context_pages = self.absent_pages = 0
+        self._seen: tuple[int, ...] = (0, 0, 0)
 
-    def update(self, row_counts: tuple[int, int, int], seq_len: int, decoded: bool) -> RetrievalCounts:
+    def update(self, row_counts: tuple[int, int, int, int], seq_len: int, decoded: bool) -> RetrievalCounts:
         """Add one forward pass.
 
         Args:
-            row_counts: resident and recalled units and corrected kv heads of the request's row, since its last extend.
+            row_counts: units on the device, recalled units and corrected kv heads of the request's row, since its last extend; and the
+                absent pages of its context in this pass.
             seq_len: tokens of context.
             decoded: whether the pass was a decode step. An extend resets the row's counts.
 
         Returns:
             The counts of this pass alone.
         """
-        seen = self._seen if decoded else (0, 0, 0)
-        hits, recalled, corrected = (now - before for now, before in zip(row_counts, seen))
+        *units, self.absent_pages = row_counts
+        seen: tuple[int, ...] = self._seen if decoded else (0, 0, 0)
+        hits, recalled, corrected = (now - before for now, before in zip(units, seen))
         added = RetrievalCounts(int(decoded), decoded * self.heads, corrected, hits + recalled, recalled)
-        self._seen, self.context_pages = row_counts, -(-seq_len // self.config.page_size)
+        self._seen, self.context_pages = tuple(units), -(-seq_len // self.config.page_size)
         self.counts.add(added)
         return added
 
@@ -72,4 +74,6 @@ class RequestCounts:
         if not isinstance(tokens, slice):
             raise TypeError(f"expected a slice of tokens, found {tokens!r}")
         attended = self.context_pages if self.context_pages <= self.config.attended_pages else self.config.pages.total
-        return [{"context_pages": self.context_pages, "attended_pages": attended, **self.counts.as_dict()}]
+        resident = self.context_pages - self.absent_pages
+        pages = {"context_pages": self.context_pages, "attended_pages": attended, "resident_pages": resident}
+        return [pages | self.counts.as_dict()]

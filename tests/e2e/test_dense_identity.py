@@ -39,6 +39,8 @@ def test_same_tokens_as_stock(fleet, prompts):
     state = server.when_idle()
     assert [answer["output_ids"] for answer in cold] == stock
     assert [answer["output_ids"] for answer in hits] == stock
+    pages = [answer["meta_info"]["freekv"] for answer in (*cold, *hits)]
+    assert [each["resident_pages"] for each in pages] == [each["context_pages"] for each in pages]
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
     assert cached == [(len(prompt) - 1) // 32 * 32 for prompt in prompts]
     assert state["totals"]["recalled_units"] == 0 and 0 < state["frames_used"] < state["frames_total"] == state["host_pages_total"]

@@ -54,7 +54,7 @@ def test_a_stream_ends_with_the_counts_of_the_whole(fleet):
     counts = [chunk["meta_info"]["freekv"] for chunk in chunks]
     assert counts[-1] == whole and whole["decode_steps"] == 39 and whole["recalled_units"] > 0
     assert [count["decode_steps"] for count in counts] == sorted(count["decode_steps"] for count in counts)
-    assert whole["context_pages"] == (1500 + 40 + 31) // 32 and whole["attended_pages"] == 16
+    assert whole["context_pages"] == (1500 + 40 + 31) // 32 and whole["attended_pages"] == 16 and whole["resident_pages"] == 0
 
 
 def test_streaming_through_the_openai_api(fleet):

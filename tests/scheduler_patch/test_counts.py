@@ -18,9 +18,9 @@ def test_counts_are_fetched_once_for_all_requests_of_a_step():
             Once.fetched += 1
             return super().tolist()
 
-    rows = torch.tensor([[5, 1, 0], [7, 2, 3], [9, 0, 0]]).as_subclass(Once)
+    rows = torch.tensor([[5, 1, 0, 13], [7, 2, 3, 3], [9, 0, 0, 0]]).as_subclass(Once)
     output = SimpleNamespace(freekv=counts.StepCounts(rows, True, None))
-    config = SimpleNamespace(page_size=8, pages=SimpleNamespace(total=4))
+    config = SimpleNamespace(page_size=8, pages=SimpleNamespace(total=4), attended_pages=4)
     pool = SimpleNamespace(config=config, heads=6, totals=RetrievalCounts())
     processor = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
     requests = [SimpleNamespace(customized_info=None, seqlen=100 + i) for i in range(3)]
@@ -29,6 +29,7 @@ def test_counts_are_fetched_once_for_all_requests_of_a_step():
     assert Once.fetched == 1
     found = [request.customized_info[counts.KEY].counts for request in requests]
     assert found == [RetrievalCounts(1, 6, 0, 6, 1), RetrievalCounts(1, 6, 3, 9, 2), RetrievalCounts(1, 6, 0, 9, 0)]
+    assert [request.customized_info[counts.KEY][-1:][0]["resident_pages"] for request in requests] == [0, 10, 13]
     assert pool.totals == RetrievalCounts(3, 18, 3, 24, 3)
 
 
