@@ -26,7 +26,7 @@ TAIL = """
 |---|---|
 | `--page-size TOKENS` | The unit of selection and recall. Default: {page_size}. Smaller pages find what is scattered, in longer steps. |
 | `--max-total-tokens TOKENS` | Tokens of KV in host memory, at most. |
-| `--max-running-requests N` | Rows: requests that decode at once, at most. Each takes a budget of device memory. |
+| `--max-running-requests N` | Rows: requests that decode at once, at most. Each has tables on the device, and is promised frames for the device cache. |
 | `--mem-fraction-static SHARE` | Device memory for weights and KV pools. |
 | `--context-length TOKENS` | Longest request. Two staging buffers of that length are on the device. A prefill batch that finds no room in frames, prefix hits included, fits one of them; the others wait. |
 

@@ -4,12 +4,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.sizing import Sizing
 
 CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model
 MOST_REQUESTS = 4096  # SGLang's default limit
+
+
+class Room(NamedTuple):
+    """What a server has on one rank.
+
+    Args:
+        tokens: of its host pool.
+        rows: requests that may run at once.
+        frames: N.
+        longest_requests: requests of the longest context that may run at once.
+    """
+
+    tokens: int
+    rows: int
+    frames: int
+    longest_requests: int
 
 
 @dataclass(frozen=True)
@@ -47,10 +64,14 @@ class Footprint:
     def device_bytes(self, requests: int) -> float:
         """Device bytes of ``requests`` at once, including the row of padding and the staging buffers."""
         tokens = requests * self.tokens * self.sizing.device_bytes_per_token
-        return tokens + (requests + 1) * self.sizing.row_bytes + self.sizing.staging_bytes
+        return tokens + self.row_bytes(requests) + self.sizing.staging_bytes
+
+    def row_bytes(self, requests: int) -> int:
+        """Device bytes of the rows of ``requests``, and of the row of padding."""
+        return requests * self.sizing.row_bytes + self.sizing.padding_bytes
 
     def fit(self, requests: int, host_bytes: int, device_bytes: int, most_tokens: int | None, most_rows: int | None) -> bool:
-        """Whether a server has tokens and rows for ``requests`` at once.
+        """Whether a server has tokens, rows and frames for ``requests`` at once.
 
         Args:
             requests: number of requests.
@@ -58,16 +79,21 @@ class Footprint:
             most_tokens: ``--max-total-tokens``; None is no limit.
             most_rows: ``--max-running-requests``; None is ``requests``.
         """
-        tokens = self._pool_tokens(host_bytes, device_bytes, most_tokens, most_rows or requests)
         try:
-            return tokens >= requests * self.tokens and self.sizing.rows(device_bytes, tokens) >= requests
+            room = self.room(most_rows or requests, host_bytes, device_bytes, most_tokens)
         except Refusal:
             return False
+        return room.tokens >= requests * self.tokens and room.longest_requests >= requests
 
-    def resident_bytes(self, rows: int, host_bytes: int, device_bytes: int, most_tokens: int | None) -> int:
-        """Bytes for resident pages of a server with so many rows, on one rank. Other arguments are as of ``fit``."""
-        tokens = self._pool_tokens(host_bytes, device_bytes, most_tokens, rows)
-        return self.sizing.frames(device_bytes, tokens, rows) * self.sizing.frame_bytes
+    def room(self, rows: int, host_bytes: int, device_bytes: int, most_tokens: int | None) -> Room:
+        """What a server with ``--max-running-requests rows`` builds on one rank. Other arguments are as of ``fit``.
+
+        Raises:
+            Refusal: the device has no room for one request.
+        """
+        sizing, tokens = self.sizing, self._pool_tokens(host_bytes, device_bytes, most_tokens, rows)
+        rows = min(rows, sizing.rows(device_bytes, tokens))
+        return Room(tokens, rows, sizing.frames(device_bytes, tokens, rows), sizing.longest_requests(device_bytes, tokens, rows))
 
     def _pool_tokens(self, host_bytes: int, device_bytes: int, most_tokens: int | None, rows: int) -> int:
         tokens = self.sizing.tokens(host_bytes, device_bytes, rows)

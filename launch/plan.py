@@ -11,7 +11,7 @@ from functools import cached_property
 from math import ceil, floor
 
 from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, typed
-from sglang_freekv.launch.footprint import MOST_REQUESTS, Footprint
+from sglang_freekv.launch.footprint import MOST_REQUESTS, Footprint, Room
 from sglang_freekv.launch.hardware import Hardware
 from sglang_freekv.launch.model import Model
 from sglang_freekv.launch.question import Question
@@ -160,12 +160,12 @@ class Plan:
         return None if self.footprint.fit(self.requests, self.host_bytes, self.device_bytes, None, running) else needed
 
     @property
-    def resident_bytes(self) -> int | None:
-        """Bytes of device memory that the command leaves for resident pages, on one rank; None if memory is unknown or the plan does not fit."""
+    def room(self) -> Room | None:
+        """What the command builds on one rank; None if memory is unknown or the plan does not fit."""
         if not (self.fits and self.is_known):
             return None
         rows = self.question.server.max_running_requests or self.requests
-        return self.footprint.resident_bytes(rows, self.host_bytes, self.device_bytes, self.total_tokens)
+        return self.footprint.room(rows, self.host_bytes, self.device_bytes, self.total_tokens)
 
     def can_serve(self, count: int) -> bool:
         """Whether ``count`` requests fit at once. Unknown memory counts as enough."""

@@ -156,10 +156,10 @@ def _tiers(plan: Plan, count: int) -> Iterator[Tier]:
     yield Tier(f"weights{each}", None, None, weights, None)
     for name, token_bytes in (("digests", cost.digest_token_bytes), ("dense layers", cost.dense_token_bytes)):
         yield Tier(f"{name}{each}", token_bytes, token_bytes * tokens, count * token_bytes * tokens, None)
-    yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, sizing.row_bytes, (count + 1) * sizing.row_bytes, None)
+    yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, sizing.row_bytes, cost.row_bytes(count), None)
     yield Tier(f"staging of prefixes{each}", None, None, sizing.staging_bytes, None)
     yield Tier(f"device{each}, all of these", sizing.device_bytes_per_token, cost.device_bytes(1) - cost.device_bytes(0), device, static)
-    yield Tier(f"resident pages{each}, in what is left", sizing.host_bytes_per_token, None, None, plan.resident_bytes)
+    yield Tier(f"frames{each}", sizing.host_bytes_per_token, None, None, plan.room and plan.room.frames * sizing.frame_bytes)
     if ranks > 1:
         host = plan.hardware.host_bytes
         yield Tier(
@@ -184,6 +184,7 @@ def _facts(plan: Plan) -> Iterator[Finding]:
     figures = {name: getattr(shape, name) for name in names} | {"budget_tokens": config.budget_tokens, "context_tokens": model.context_len}
     yield Finding("model", value + ("" if model.is_tested else "; not tested with FreeKV"), figures=figures)
     yield _weights(plan)
+    yield from _frames(plan)
     yield from _recall(plan)
 
 
@@ -197,6 +198,19 @@ def _weights(plan: Plan) -> Finding:
     count = "" if weights.parameters is None else f" for {_billions(weights.parameters)} parameters"
     method = f", {plan.model.config.quantization}" if plan.model.config.quantization else ""
     return Finding("weights", f"{size(total)}{count}{method}, {weights.origin}", figures={"bytes": total, "parameters": weights.parameters})
+
+
+def _frames(plan: Plan) -> Iterator[Finding]:
+    room, sizing = plan.room, plan.footprint.sizing
+    if room is None:
+        return
+    promised, page_size = sizing.promised_frames, plan.config.page_size
+    value = (
+        f"{room.frames}, for {room.frames * page_size} tokens that need no recall; under pressure a request keeps {promised * page_size} "
+        f"of its tokens there, so {room.longest_requests} of {plan.context_len} tokens run at once, and up to {room.rows} shorter ones"
+    )
+    figures = {"frames": room.frames, "promised": promised, "longest_requests": room.longest_requests, "rows": room.rows}
+    yield Finding("frames", value, figures=figures)
 
 
 def _recall(plan: Plan) -> Iterator[Finding]:

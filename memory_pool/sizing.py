@@ -90,16 +90,36 @@ class Sizing:
         return shape.retrieval_layers * shape.kv_heads * digest / self.config.page_size
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one request: slots, tables, previous queries, misses, SGLang's row of token slots, and the scores of a step."""
+    def frame_bytes(self) -> int:
+        """Bytes of a frame: one page in all retrieval layers, and its places in the tables of frames."""
+        return self.shape.retrieval_layers * self.config.page_size * self.shape.layer_token_bytes + FRAME_TABLE_BYTES
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of token slots, and the scores of a step."""
         shape, config = self.shape, self.config
-        kv = config.cache_tokens * shape.layer_token_bytes
         tables = 4 * shape.kv_heads * (config.cache_pages + config.attended_pages)
         misses = 12 * shape.kv_heads * min(config.attended_pages, config.cache_pages)
         queries = shape.query_heads * shape.head_dim * shape.format.compute.itemsize
         pages = self.context_len // config.page_size
         scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the plan's scratch
-        return shape.retrieval_layers * (kv + tables + misses + queries) + scores + 4 * self.context_len
+        return shape.retrieval_layers * (tables + misses + queries) + scores + 4 * self.context_len
+
+    @property
+    def promised_frames(self) -> int:
+        """Frames that a request of the longest context is promised, as by ``Lending``."""
+        config = self.config
+        return min(config.whole_pages, -(-self.context_len // config.page_size)) + 1 if config.is_resident else config.cache_pages
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one request of the longest context."""
+        return self.table_bytes + self.promised_frames * self.frame_bytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the padding row, which has its slots for ever."""
+        return self.table_bytes + self.config.cache_pages * self.frame_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -114,35 +134,49 @@ class Sizing:
             max_rows: number of rows that the user asked for, or None. If they need less than half of the device, tokens get the rest.
         """
         room = device_bytes - self.staging_bytes
-        share = room / 2 if max_rows is None else max(room / 2, room - (max_rows + 1) * self.row_bytes)
+        share = room / 2 if max_rows is None else max(room / 2, room - self.padding_bytes - max_rows * self.row_bytes)
         tokens = min(host_bytes // self.host_bytes_per_token, int(share / self.device_bytes_per_token))
         return tokens // self.config.page_size * self.config.page_size
 
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of one resident page in all retrieval layers, and of its places in the tables of frames."""
-        return self.shape.retrieval_layers * self.config.page_size * self.shape.layer_token_bytes + FRAME_TABLE_BYTES
-
-    def frames(self, device_bytes: int, tokens: int, rows: int) -> int:
-        """Resident pages that fit the device beside ``rows`` and the padding row: as many as are asked for, and as the host pool has."""
-        left = device_bytes - self.staging_bytes - tokens * self.device_bytes_per_token - (rows + 1) * self.row_bytes
-        asked = self.config.resident_memory_gib
-        most = left if asked is None else min(left, asked * GIB)
-        return min(max(0, int(most // self.frame_bytes)), tokens // self.config.page_size)
-
     def rows(self, device_bytes: int, tokens: int) -> int:
-        """Requests that fit the device beside the digests and dense layers of ``tokens``. The padding row is not counted.
+        """Requests that may run at once beside the digests and dense layers of ``tokens``. The padding row is not counted.
+
+        They are up to twice as many as fit with the longest context, because a short request takes few frames.
 
         Raises:
             Refusal: the device has no room for one request and the padding row.
         """
-        left = device_bytes - self.staging_bytes - tokens * self.device_bytes_per_token
-        rows = int(left // self.row_bytes) - 1
-        if rows < 1:
+        left = self._left(device_bytes, tokens) - self.padding_bytes
+        longest = int(left // self.row_bytes)
+        if longest < 1:
             flag = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache"
             raise Refusal(
                 f"--freekv-{flag} {self.config.cache_tokens}: one request takes {self.row_bytes / GIB:.2f} GiB of device memory, "
-                f"expected room for two, but {max(left, 0) / GIB:.2f} GiB are left beside {self.staging_bytes / GIB:.2f} GiB of prefix "
-                f"staging; lower --freekv-{flag} or --context-length, or raise --mem-fraction-static"
+                f"expected room for it and for one of padding, but {max(left + self.padding_bytes, 0) / GIB:.2f} GiB are left beside "
+                f"{self.staging_bytes / GIB:.2f} GiB of prefix staging; lower --freekv-{flag} or --context-length, or raise "
+                "--mem-fraction-static"
             )
-        return rows
+        if not self.config.is_resident:
+            return longest
+        return min(2 * longest, int((left - self.promised_frames * self.frame_bytes) // self.table_bytes))
+
+    def frames(self, device_bytes: int, tokens: int, rows: int) -> int:
+        """N, the frames that fit the device beside the tables of ``rows`` and of the padding row.
+
+        They are at most the slots of all rows, and as many resident pages as are asked for and as the host pool has.
+        """
+        config, page_size = self.config, self.config.page_size
+        fitting = int((self._left(device_bytes, tokens) - (rows + 1) * self.table_bytes) // self.frame_bytes)
+        resident = tokens // page_size
+        if config.resident_memory_gib is not None:
+            resident = min(resident, int(config.resident_memory_gib * GIB // self.frame_bytes))
+        needed = config.cache_pages + self.promised_frames
+        return min(fitting, max((rows + 1) * config.cache_pages + resident, needed))
+
+    def longest_requests(self, device_bytes: int, tokens: int, rows: int) -> int:
+        """How many of ``rows`` may run at once with the longest context, as ``Lending`` admits them."""
+        return min(rows, (self.frames(device_bytes, tokens, rows) - self.config.cache_pages) // self.promised_frames)
+
+    def _left(self, device_bytes: int, tokens: int) -> float:
+        """Bytes that staging, digests and dense layers leave to rows and frames."""
+        return device_bytes - self.staging_bytes - tokens * self.device_bytes_per_token

@@ -80,6 +80,7 @@ class Observer:
         """
         if self.quarantine is not None:
             self.quarantine.evict()
+        self.pool.residency.note_rest()
         state = self.state()
         if state != self.rested:
             self.rested = state

@@ -46,7 +46,7 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
         )
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
     # the configurator has __slots__, and none for this
-    configurator.model_config.freekv_resident = _agree(sizing.frames(device_bytes, tokens, rows))
+    configurator.model_config.freekv_frames = _agree(sizing.frames(device_bytes, tokens, rows))
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=rows,
@@ -55,7 +55,7 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
 
 
 def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool) -> FreeKVPool:
-    """AROUND the making of the KV pool: make a FreeKVPool, with one device-cache row for every request that SGLang may run."""
+    """AROUND the making of the KV pool: make a FreeKVPool, with a row for every request that SGLang may run."""
     return FreeKVPool(
         config=config_of(configurator.server_args),
         shape=_kv_shape(configurator),
@@ -63,7 +63,7 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
         num_rows=req_to_token_pool.size,
         staging_tokens=configurator.model_config.context_len,
         device=configurator.device,
-        num_resident=configurator.model_config.freekv_resident,
+        num_frames=configurator.model_config.freekv_frames,
     )
 
 

@@ -38,7 +38,8 @@ class FreeKVAttnBackend(AttentionBackend):
         self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
         self.req_to_token_pool, self.context_len = model_runner.req_to_token_pool, model_runner.model_config.context_len
         self.retrieval, self.planner = self.token_to_kv_pool.retrieval, self.token_to_kv_pool.planner
-        self.residency = Residency(self.token_to_kv_pool.store.frames, self.req_to_token_pool.req_to_token)
+        pool = self.token_to_kv_pool
+        self.residency = Residency(pool.store.frames, self.req_to_token_pool.req_to_token, pool.config.whole_pages)
         self.token_to_kv_pool.residency = self.residency
         _check_layers(list(_attention_layers(model_runner.model)), self.token_to_kv_pool)
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
@@ -65,22 +66,23 @@ class FreeKVAttnBackend(AttentionBackend):
         page_table, frames = torch.empty((2, len(rows), width), dtype=torch.int32, device=rows.device)
         where = rows, seq_lens, page_table, frames
         if forward_batch.forward_mode.is_decode():
-            self.residency.begin_decode(*where, self._full_pages(forward_batch.seq_lens_cpu))
             self.batch = DecodeBatch(*where)
+            self._begin_decode(self.batch, self._full_pages(forward_batch.seq_lens_cpu))
             self.planner.note_step()
         else:
             lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
-            key_lens = [sum(both) for both in zip(*lengths)]
-            given = None
-            if self.residency.has_room:
-                given = self.residency.begin_in_place(*where, forward_batch.extend_prefix_lens, key_lens)
-            else:
-                self.residency.begin_staged(*where, forward_batch.extend_prefix_lens, key_lens)
-            plan = self.planner.plan(
-                rows, page_table, frames, *lengths, self.req_to_token_pool.req_to_token, given=given, in_place=given is not None
-            )
+            key_lens, in_place = [sum(both) for both in zip(*lengths)], self.residency.in_place
+            given = self.residency.begin_extend(*where, forward_batch.extend_prefix_lens, key_lens, in_place=in_place)
+            tables = self.req_to_token_pool.req_to_token
+            plan = self.planner.plan(rows, page_table, frames, *lengths, tables, given=given, in_place=in_place)
             self.batch = plan.batch
             self.retrieval.prepare_extend(plan)
+
+    def _begin_decode(self, batch: DecodeBatch, begins: int) -> None:
+        """Begin a decode step, of which ``begins`` requests may begin a page next. Pages that come back for it are filled."""
+        given = self.residency.begin_decode(batch.rows, batch.seq_lens, batch.page_table, batch.frames, begins)
+        if given is not None:
+            self.retrieval.refill(batch.page_table, given)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
@@ -105,7 +107,7 @@ class FreeKVAttnBackend(AttentionBackend):
         batch = DecodeBatch(
             forward_batch.req_pool_indices[:size], forward_batch.seq_lens[:size], self.page_table[:size], self.frames[:size]
         )
-        self.residency.begin_decode(batch.rows, batch.seq_lens, batch.page_table, batch.frames, fills)
+        self._begin_decode(batch, fills)
         if in_capture:
             self.batch = batch
 

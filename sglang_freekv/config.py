@@ -68,7 +68,7 @@ class FreeKVConfig:
         dense_below_tokens: a context of at most so many tokens is attended to in full, if its absent pages fit the device cache.
         dense_layers: layers that keep all their KV on the device and use stock attention.
         host_memory_gib: GiB of host memory for the host pool of one rank. None becomes a share of the available memory.
-        resident_memory_gib: GiB of device memory of one rank for resident pages, which need no recall. None becomes what is left.
+        resident_memory_gib: GiB of device memory of one rank for resident pages beside the slots of all rows. None becomes what is left.
         page_size: tokens per page, SGLang's ``--page-size``.
         recall: one of ``RECALLS``: how missing units are copied from the host pool.
         host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
@@ -227,6 +227,16 @@ class FreeKVConfig:
     def attended_pages(self) -> int:
         """A, the pages that one step attends to at most: the budget, or a context that is attended to in full."""
         return max(self.pages.total, self.dense_below_tokens // self.page_size)
+
+    @property
+    def whole_pages(self) -> int:
+        """K: a context of at most so many pages never needs slots, if pages may be resident. With slots it would need no fewer frames."""
+        return max(self.cache_pages + 1, self.dense_below_tokens // self.page_size)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether pages may be resident. If not, every request has slots from the start."""
+        return self.resident_memory_gib != 0
 
 
 def _nearest(tokens: int, page_size: int) -> int:

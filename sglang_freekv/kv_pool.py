@@ -17,7 +17,7 @@ from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
-from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
@@ -38,17 +38,26 @@ class FreeKVPool(MHATokenToKVPool):
         num_rows: running requests that the device cache holds.
         staging_tokens: tokens of context that one extend batch may have.
         device: of the pools on the GPU.
-        num_resident: frames for resident pages.
+        num_frames: N, pages that the device cache holds; None is the slots of all rows.
 
     Raises:
         RuntimeError: the system does not give the host memory.
     """
 
     def __init__(
-        self, config: FreeKVConfig, shape: KVShape, size: int, num_rows: int, staging_tokens: int, device: str, *, num_resident: int = 0
+        self,
+        config: FreeKVConfig,
+        shape: KVShape,
+        size: int,
+        num_rows: int,
+        staging_tokens: int,
+        device: str,
+        *,
+        num_frames: int | None = None,
     ) -> None:
         self.config, self.shape, self.num_rows, self.staging_tokens = config, shape, num_rows, staging_tokens
-        self.num_resident = num_resident
+        self.num_frames = num_frames
+        self.owners: dict[int, tuple] = {}  # of each row, as of its last extend: the request, and the generation of the row
         self.retrieval_index = shape.layers.retrieval_index
         self.heads = shape.retrieval_layers * shape.kv_heads  # kv heads that every decode step may correct
         self.totals, self.recall_times = RetrievalCounts(), RecallTimes()
@@ -80,10 +89,9 @@ class FreeKVPool(MHATokenToKVPool):
         policy = POLICIES[self.config.method](self.config)
         streams = Streams.make(self.device)
         sizes = self.size, self.num_rows, self.staging_tokens
-        num_frames = (self.num_rows + 1) * self.config.cache_pages + self.num_resident
-        self.store = Store.build(
-            self.config, self.shape, *sizes, self.device, streams.transfers, num_frames=num_frames, resident=self.num_resident > 0
-        )
+        where = self.device, streams.transfers
+        frames, resident = self.num_frames, self.config.is_resident
+        self.store = Store.build(self.config, self.shape, *sizes, *where, num_frames=frames, resident=resident)
         self.planner = ExtendPlanner(streams.transfers, self.page_size)
         recall: Recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
@@ -120,6 +128,12 @@ class FreeKVPool(MHATokenToKVPool):
         half = (dense + store.host.num_bytes + store.cache.num_bytes) // 2
         return half + store.digests.num_bytes + store.canary_bytes + store.frames.num_bytes, half
 
+    @property
+    def longest_requests(self) -> int:
+        """How many requests of the longest context may run at once."""
+        promised = Sizing(self.config, self.shape, self.staging_tokens).promised_frames
+        return min(self.num_rows, (self.store.frames.num_frames - self.config.cache_pages) // promised)
+
     def describe(self) -> dict:
         """The settings in force, and the sizes of all pools in tokens and bytes."""
         return {
@@ -144,9 +158,9 @@ class FreeKVPool(MHATokenToKVPool):
             "digest_bytes": self.store.digests.num_bytes,
             "canary_bytes": self.store.canary_bytes,
             "device_rows": self.num_rows,
-            "device_cache_bytes": self.store.cache.num_bytes - self.num_resident * self.store.cache.frame_bytes,
-            "resident_tokens": self.num_resident * self.page_size,
-            "resident_bytes": self.num_resident * self.store.cache.frame_bytes + self.store.frames.num_bytes,
+            "longest_requests": self.longest_requests,
+            "device_cache_bytes": self.store.cache.num_bytes + self.store.frames.num_bytes,
+            "frame_tokens": self.store.frames.num_frames * self.page_size,
             "staging_tokens": self.store.staging.tokens,
             "staging_bytes": self.store.staging.num_bytes,
             "dense_bytes": sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)),
@@ -161,8 +175,8 @@ class FreeKVPool(MHATokenToKVPool):
             f"KV retrieval is on: {config.method} on {torch.device(self.device).type}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "
             f"selected {config.pages.selected * self.page_size} + window {config.window_tokens}, pages of {self.page_size}, "
             f"{threshold}, {config.digest} digests, {config.pooling} pooling; host pool {gib['host_bytes']} for {self.size} tokens; "
-            f"device cache {gib['device_cache_bytes']} for {self.num_rows} requests of {config.cache_tokens} tokens; "
-            f"resident pages {gib['resident_bytes']} for {facts['resident_tokens']} tokens; "
+            f"device cache {gib['device_cache_bytes']} for {facts['frame_tokens']} tokens, {config.cache_tokens} of a request if room is short; "
+            f"rows for {self.num_rows} requests, {self.longest_requests} of the longest context; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
             + (f"; canary {config.canary}" if config.canary != "off" else "")

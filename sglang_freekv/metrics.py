@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PREFIX = "sglang:freekv_"
-POOLS = ("host", "digests", "device_cache", "resident", "dense_layers", "staging")
+POOLS = ("host", "digests", "device_cache", "dense_layers", "staging")
 
 
 class Metric(NamedTuple):
@@ -58,11 +58,14 @@ METRICS = (
     ),
     Metric("sglang:freekv_sampled_steps_total", "counter", "steps", "Decode steps of a batch in which recall was timed."),
     Metric("sglang:freekv_canary_faults_total", "counter", "units", "Units that changed in host memory. 0 without --freekv-canary."),
+    Metric("sglang:freekv_brought_pages_total", "counter", "pages", "Absent pages that came back to the device, and are resident again."),
+    Metric("sglang:freekv_given_up_pages_total", "counter", "pages", "Resident pages whose frames others needed."),
     Metric("sglang:freekv_host_pages_used", "gauge", "pages", "Host pages held by requests and by the prefix cache."),
     Metric("sglang:freekv_host_pages_total", "gauge", "pages", "Host pages in all."),
     Metric("sglang:freekv_rows_used", "gauge", "rows", "Rows taken. A row is a running request's place on the device."),
     Metric("sglang:freekv_rows_total", "gauge", "rows", "Rows in all."),
-    Metric("sglang:freekv_frames_used", "gauge", "frames", "Frames taken. A frame is device memory for a resident page, which needs no recall."),
+    Metric("sglang:freekv_partial_rows", "gauge", "rows", "Rows that have slots. Their requests keep some pages on the device, and recall others."),
+    Metric("sglang:freekv_frames_used", "gauge", "frames", "Frames taken. A frame is device memory for a page: a slot, or the place of a resident page."),
     Metric("sglang:freekv_frames_total", "gauge", "frames", "Frames in all."),
     Metric("sglang:freekv_resident_pages", "gauge", "pages", "Pages of running requests that were resident, in the last pass that was counted."),
     Metric("sglang:freekv_absent_pages", "gauge", "pages", "Pages of the batch that were not resident, in that pass. They may need recall."),

@@ -82,9 +82,9 @@ FLAGS = {
     "freekv_device_cache": Flag(
         "device_cache_tokens",
         TOKENS,
-        "Tokens of KV per request and kv head that stay on the device, at least the budget. Default: the budget. A step still "
-        "attends to the budget; the other pages need no recall when they are selected again. Raise it if /metrics shows many recalled "
-        "units. Every request then takes more device memory.",
+        "Tokens of KV per request and kv head that stay on the device when room is short, at least the budget. Default: the budget. A "
+        "step still attends to the budget; the other pages need no recall when they are selected again. Raise it if /metrics shows many "
+        "recalled units. Every long request then takes more device memory.",
     ),
     "freekv_dense_below": Flag(
         "dense_below_tokens",
@@ -112,10 +112,11 @@ FLAGS = {
     "freekv_resident_memory": Flag(
         "resident_memory_gib",
         GIBIBYTES,
-        "Device memory of one rank for resident pages in GiB. A page is resident from the moment it is written until another page needs "
-        "the room. It needs no recall, and a prefix hit reads it where it is. A prompt that finds no room beside the running requests is "
-        "recalled. Default: what weights, rows, digests and dense layers leave of "
-        "--mem-fraction-static, and on a CPU of a share of the available memory. 0 makes no page resident.",
+        "Device memory of one rank for resident pages in GiB, beside the device cache of every request. A page is resident from the "
+        "moment it is written until another page needs the room. It needs no recall, and a prefix hit reads it where it is. A request "
+        "whose pages are all resident takes nothing else. When room runs short, the longest requests keep the device cache, and recall "
+        "the rest. Default: what weights, digests and dense layers leave of --mem-fraction-static, and on a CPU of a share of the "
+        "available memory; up to twice as many requests then run at once. 0 makes no page resident.",
     ),
     "freekv_recall": Flag(
         "recall",

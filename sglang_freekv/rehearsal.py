@@ -39,8 +39,8 @@ def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: i
     begun = padding, padding, page_table, frames
     residency.frames.lend_all()
     residency.begin_decode(*begun, 0)
-    residency.begin_staged(*begun, padding.int(), [])
-    residency.begin_in_place(*begun, padding.int(), [])
+    for in_place in (True, False):
+        residency.begin_extend(*begun, padding.int(), [], in_place=in_place)
 
     def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         fused = torch.zeros(count, query_heads + 2 * heads, dim, dtype=previous.dtype, device=device)

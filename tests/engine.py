@@ -135,8 +135,9 @@ class Engine:
         self.retrieval = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
         self.planner = ExtendPlanner(streams.transfers, config.page_size)
         self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
-        self.residency, self.in_place = Residency(store.frames, self.req_to_token), 0  # extends in place so far
+        self.residency, self.in_place = Residency(store.frames, self.req_to_token, config.whole_pages), 0  # extends in place so far
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
+        self.owners: dict[int, Request] = {}  # of each row, as of its last pass
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 
     def admit(self, prompt: int, total: int, row: int) -> Request:
@@ -157,9 +158,9 @@ class Engine:
         rows, table = self._tensors(requests)
         spans = [(request, request.tokens, end) for request, end in zip(requests, upto)]
         prefixes = [a for _, a, _ in spans]
-        frames, given = self._begin(rows, table, [b for _, _, b in spans], prefixes)
+        frames, given, in_place = self._begin(requests, rows, table, [b for _, _, b in spans], prefixes)
         lengths = prefixes, [b - a for _, a, b in spans]
-        plan = self.planner.plan(rows, table, frames, *lengths, self.req_to_token, given=given, in_place=given is not None)
+        plan = self.planner.plan(rows, table, frames, *lengths, self.req_to_token, given=given, in_place=in_place)
         self.in_place += plan.batch.in_place
         self.retrieval.prepare_extend(plan)
         outputs = [
@@ -178,25 +179,34 @@ class Engine:
         for request in requests:
             request.tokens += 1
         tokens = [request.tokens for request in requests]
-        batch = DecodeBatch(rows, self.to_device(torch.tensor(tokens)), table, self._begin(rows, table, tokens)[0])
+        frames, given, _ = self._begin(requests, rows, table, tokens)
+        if given is not None:
+            self.retrieval.refill(table, given)
+        batch = DecodeBatch(rows, self.to_device(torch.tensor(tokens)), table, frames)
         return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
 
     def _begin(
-        self, rows: torch.Tensor, table: torch.Tensor, tokens: list[int], prefixes: list[int] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What SGLang's backend does when a pass begins: returns the frames of its pages, and in place those that absent ones were given."""
+        self, requests: list[Request], rows: torch.Tensor, table: torch.Tensor, tokens: list[int], prefixes: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        """What SGLang's hooks and backend do when a pass begins.
+
+        Returns:
+            The frames of its pages, those that absent ones were given, and whether an extend is in place.
+        """
         self.req_to_token[rows, : table.shape[1] * self.config.page_size : self.config.page_size] = table * self.config.page_size
         self.retrieval.complete_all_transfers()
         frames = torch.empty_like(table, dtype=torch.int32)
         where = rows, self.to_device(torch.tensor(tokens)), torch.empty_like(frames), frames
-        self.residency.note_requests(self.used_rows(), self.held_pages())
+        self.owners = {row: owner for row, owner in self.owners.items() if row in self.used_rows()}
+        new = {request.row: request.total for request in requests if request.row and self.owners.get(request.row) is not request}
+        self.owners |= {request.row: request for request in requests}
+        batch = [(request.row, length) for request, length in zip(requests, tokens)]
+        self.residency.note_requests(self.used_rows(), self.held_pages(), batch, new)
         if prefixes is None:
-            self.residency.begin_decode(*where, sum(n % self.config.page_size == 0 for n in tokens))
-        elif self.residency.has_room:
-            return frames, self.residency.begin_in_place(*where, self.to_device(torch.tensor(prefixes)), tokens)
-        else:
-            self.residency.begin_staged(*where, self.to_device(torch.tensor(prefixes)), tokens)
-        return frames, None
+            begins = sum(n % self.config.page_size == 0 for n in tokens)
+            return frames, self.residency.begin_decode(*where, begins), False
+        in_place, prefix_lens = self.residency.in_place, self.to_device(torch.tensor(prefixes))
+        return frames, self.residency.begin_extend(*where, prefix_lens, tokens, in_place=in_place), in_place
 
     def used_rows(self) -> set[int]:
         return {request.row for request in self.requests}

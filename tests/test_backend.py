@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_freekv import backend
 from sglang_freekv.backend import FreeKVAttnBackend, _attention_layers, _check_layers
-from sglang_freekv.config import Refusal
+from sglang_freekv.config import FreeKVConfig, Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
@@ -84,7 +84,8 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
 def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled):
     pool = object.__new__(FreeKVPool)
     pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None}
-    pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32))
+    pool.config = FreeKVConfig()
+    pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32, num_frames=200, num_slots=64, is_resident=True))
     runner = SimpleNamespace(
         device=device, token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
         model_config=SimpleNamespace(context_len=320), model=model_of(*map(attention, range(4))),

@@ -53,9 +53,10 @@ def test_llama_by_hand(make_machine, ask):
     assert tiers["digests"]["per_request"] == 1024 * 31 * TOKEN  # a digest is as large as keys and values of one token
     assert tiers["dense layers"]["per_request"] == 32768 * TOKEN
     assert tiers["staging of prefixes"]["all_requests"] == 2 * 32768 * TOKEN
-    row = 31 * (2048 * TOKEN + 4 * 8 * (64 + 64) + 12 * 8 * 64 + 32 * 128 * 2) + 4 * 1024 * (32 + 8) + 4 * 32768
-    assert (tiers["device cache"]["per_request"], tiers["device cache"]["all_requests"]) == (row, 4 * row)
-    device = 2 * 8_030_261_248 + 3 * (1024 * 31 + 32768) * TOKEN + 4 * row + 2 * 32768 * TOKEN
+    frame = 31 * 32 * TOKEN + 24
+    row = 66 * frame + 31 * (4 * 8 * (64 + 64) + 12 * 8 * 64 + 32 * 128 * 2) + 4 * 1024 * (32 + 8) + 4 * 32768
+    assert (tiers["device cache"]["per_request"], tiers["device cache"]["all_requests"]) == (row, 4 * row - 2 * frame)
+    device = 2 * 8_030_261_248 + 3 * (1024 * 31 + 32768) * TOKEN + 4 * row - 2 * frame + 2 * 32768 * TOKEN
     assert tiers["device, all of these"]["all_requests"] == device and tiers["device, all of these"]["has"] == 80 * GIB * 0.85
     assert answer.found["recall"].figures["bytes_per_token"] == pytest.approx(31 * 8 * 32 * 16384 * 0.21)  # kv heads, pages of 16 KiB each
     assert answer.found["decode rate"].figures["tokens_per_s"] == pytest.approx(50e9 / (31 * 1024 * TOKEN * 0.21))
@@ -114,8 +115,8 @@ def test_figures_are_those_of_sizing(ask, context, budget, page, ranks):
     fits = []
     for requests in (count, count + 1):  # the most that a server with these flags has tokens and rows for
         pool = sizing.tokens(host_bytes, device_bytes, requests)
-        pool = min(pool, requests * tokens) if sizing.rows(device_bytes, pool) < requests else pool
-        fits.append(pool >= requests * tokens and sizing.rows(device_bytes, pool) >= requests)
+        pool = min(pool, requests * tokens) if sizing.longest_requests(device_bytes, pool, requests) < requests else pool
+        fits.append(pool >= requests * tokens and sizing.longest_requests(device_bytes, pool, requests) >= requests)
     assert fits == [True, False]
 
 
@@ -131,7 +132,7 @@ def test_the_servers_flags_change_the_sizes(ask):
         "--mem-fraction-static 0.85"
     )
     larger = ask(None, *base, "--freekv-device-cache", 4096).tiers
-    cached = 31 * 2048 * TOKEN + 31 * 4 * 8 * 64
+    cached = 31 * 2048 * TOKEN + 31 * 4 * 8 * 64 + 64 * 24
     assert larger["device cache"]["per_request"] == plain["device cache"]["per_request"] + cached
     wide = ask(None, *base, "--dtype", "float32")
     assert wide.tiers["host pool"]["per_request"] == 2 * plain["host pool"]["per_request"]
@@ -160,17 +161,22 @@ def test_capacity_by_hand(make_machine, ask):
         "--context-length 131072 --max-running-requests 4 --mem-fraction-static 0.85"
     )
     left = int(80 * GIB * 0.85) - 2 * 8_030_261_248
-    request, staging = 131072 * 4096 + 4096 * 31 * 4096, 2 * 131072 * 4096
-    row = Sizing(
-        FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072
-    ).row_bytes
+    sizing = Sizing(FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072)
+    request, staging, padding = 131072 * 4096 + 4096 * 31 * 4096, 2 * 131072 * 4096, sizing.padding_bytes
     tokens, page = 70 * GIB // (31 * 4096), 31 * 32 * 4096 + 24
-    resident = answer.tiers["resident pages, in what is left"]["has"]
-    assert resident == pytest.approx(left - staging - tokens * (4096 + 31 * 128) - 5 * row, abs=2 * page) and resident % page == 0
+    frames, told = answer.tiers["frames"]["has"], answer.found["frames"].figures
+    assert (
+        frames == pytest.approx(left - staging - tokens * (4096 + 31 * 128) - 5 * sizing.table_bytes, abs=2 * page) and frames % page == 0
+    )
+    assert told == {"frames": frames // page, "promised": 66, "longest_requests": 4, "rows": 4}
     fewer = ask(make_machine(FakeGpu(), available=100), "--model-path", LLAMA, "--context-length", 131072, "--freekv-resident-memory", 3)
-    assert fewer.tiers["resident pages, in what is left"]["has"] == 3 * GIB // page * page
+    assert fewer.found["frames"].figures["frames"] == 3 * GIB // page + 5 * 64
     roomy = ask(None, "--model-path", LLAMA, "--context-length", 131072, "--gpu", 80, "--host-memory", "4TiB")
-    assert roomy.report["requests"] == (left - staging - row) // (request + row) == 42
+    assert roomy.report["requests"] == (left - staging - padding) // (request + sizing.row_bytes) == 41
+    assert answer.found["frames"].value == (
+        f"{frames // page}, for {frames // page * 32} tokens that need no recall; under pressure a request keeps 2112 of its tokens there, "
+        "so 4 of 131072 tokens run at once, and up to 4 shorter ones"
+    )
 
 
 def test_on_a_cpu_the_suggestion_leaves_room_for_the_weights(make_machine, ask):

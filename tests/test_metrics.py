@@ -9,8 +9,8 @@ from sglang_freekv.metrics import METRICS, POOLS, PREFIX, Exporter
 
 NAMES = """
     decode_steps_total correction_decisions_total corrections_total selected_units_total recalled_units_total recalled_bytes_total
-    recall_seconds_total recall_wait_seconds_total sampled_steps_total canary_faults_total
-    host_pages_used host_pages_total rows_used rows_total frames_used frames_total resident_pages absent_pages pool_bytes
+    recall_seconds_total recall_wait_seconds_total sampled_steps_total canary_faults_total brought_pages_total given_up_pages_total
+    host_pages_used host_pages_total rows_used rows_total partial_rows frames_used frames_total resident_pages absent_pages pool_bytes
 """
 
 
@@ -30,7 +30,7 @@ def values(count: float) -> dict:
 
 def test_the_table_has_the_names_that_dashboards_use():
     assert [metric.name for metric in METRICS] == [f"sglang:freekv_{name}" for name in NAMES.split()]
-    assert [metric.name for metric in METRICS if metric.kind == "counter"] == [f"sglang:freekv_{name}" for name in NAMES.split()[:10]]
+    assert [metric.name for metric in METRICS if metric.kind == "counter"] == [f"sglang:freekv_{name}" for name in NAMES.split()[:12]]
 
 
 def test_counters_come_to_the_total_and_gauges_to_the_last_value(registry):

@@ -49,7 +49,7 @@ def kernels_of(context, batch, rows, pages, resident, settings):
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
     shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=(rows + 1) * config.cache_pages + resident)
-    residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32))
+    residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32), config.whole_pages)
     recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
     engine = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
     knobs.runtime.jit_cache_hook = note

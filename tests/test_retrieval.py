@@ -6,7 +6,6 @@ import dataclasses
 import math
 from itertools import combinations, cycle, product
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expe
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.decode_step import plans_ahead_first
 from sglang_freekv.kernels import CORRECTED, RECALLED
+from sglang_freekv.memory_pool.reclaim import reclaim
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.retrieval import Retrieval
 
@@ -287,14 +287,18 @@ def test_only_absent_pages_of_a_prefix_are_streamed():
         in_place, stream = engine.retrieval.store.in_place, engine.retrieval.store.in_place._stream
         if broken:
             in_place._stream = lambda layer, behind=None, stream=stream: (stream(layer, behind), SimpleNamespace(wait=lambda: None))[1]
-        with mock.patch.object(type(engine.residency), "has_room", False):
-            engine.extend(engine.requests, [48])
+        engine.extend(engine.requests, [48])
+        engine.retrieval.complete_all_transfers()
+        frames = engine.residency.frames
+        reclaim(frames.tables, frames.now + 1, frames.num_frames, 0)  # all pages give up their frames
+        for layer in engine.retrieval.cache.layers:
+            layer.keys.zero_()
         parts, streamed = [], []
         for upto in (80, 100):
             parts += engine.extend(engine.requests, [upto])
             engine.retrieval.complete_all_transfers()
             streamed.append(int((in_place.staged.host_pages >= 0).sum()))
-        assert streamed == [12, 0] and engine.in_place == 2
+        assert streamed == [12, 0] and engine.in_place == 3
         outputs.append(torch.cat([*parts, *(part for _ in range(16) for part in engine.decode(engine.requests))]))
         assert broken or not engine.retrieval.canary.faults.any()
     assert not torch.equal(*outputs)

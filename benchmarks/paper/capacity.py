@@ -45,7 +45,9 @@ def _load(config: Path, dtype: str) -> Model:
 def sizing_of(setup: Setup) -> Sizing:
     """The product's own, of the flags that a setup gives."""
     edge = setup.edge_pages // 2 * setup.page_size
-    config = FreeKVConfig(budget_tokens=setup.budget, sink_tokens=edge, window_tokens=edge, page_size=setup.page_size)
+    config = FreeKVConfig(
+        budget_tokens=setup.budget, sink_tokens=edge, window_tokens=edge, page_size=setup.page_size, resident_memory_gib=0
+    )
     return Sizing(config, model_of(setup).kv_shape(config), setup.context_length // setup.scale)
 
 

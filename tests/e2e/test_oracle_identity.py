@@ -22,7 +22,7 @@ SETTINGS = {
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=()),
 }
 IN_FULL = "never-corrected-small-pages"  # contexts below a limit, which one of the prompts outgrows
-RESIDENT = {  # pages in device memory; all settings without a number have none
+RESIDENT = {  # pages in device memory beside the slots of all rows; settings without a number have none, and every row has slots
     IN_FULL: None,  # as many as the host pool has
     "least-window-no-dense-layer": 12,
 }
@@ -75,7 +75,8 @@ def check(
         assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
         assert [answer["meta_info"]["freekv"]["corrections"] for answer in answers] == corrected
     for prompt, first, again in zip(prompts, cold, hits):
-        told = [answer["meta_info"]["freekv"] | ({"recalled_units": "some"} if resident else {}) for answer in (first, again)]
+        varying = dict.fromkeys(("selected_units", "recalled_units"), "some") if resident else {}  # a kv head that lost a page selects anew
+        told = [answer["meta_info"]["freekv"] | varying for answer in (first, again)]
         assert told[0] == told[1]  # hits or not, the same pages
         assert again["meta_info"]["cached_tokens"] == (len(prompt) - 1) // settings.page * settings.page
     assert after["totals"]["corrections"] - before["totals"]["corrections"] == 2 * sum(corrected)
@@ -92,9 +93,9 @@ def test_the_default_way(fleet, oracle):
 def test_other_settings(servers, oracle, name):
     settings, built = SETTINGS[name], servers[name].get("/server_info")["freekv"]
     resident = RESIDENT.get(name, 0)
-    assert built["resident_tokens"] == (built["host_tokens"] if resident is None else resident * settings.page)
+    slots = (built["device_rows"] + 1) * settings.budget
+    assert built["frame_tokens"] == slots + (built["host_tokens"] if resident is None else resident * settings.page)
     corrected = check(servers[name], oracle, settings, prompts_of(seed=len(name)), resident)
-    assert (servers[name].state()["frames_used"] > 0) == (resident != 0)
     every_head = KV_HEADS * (LAYERS - len(settings.dense_layers)) * (NEW_TOKENS - 1)
     if settings.tau > 1:  # non-speculative retrieval
         assert corrected == [every_head] * len(corrected)
@@ -112,3 +113,24 @@ def test_contexts_below_the_limit_give_the_tokens_of_stock_sglang(servers, fleet
     assert len(short) > 1 and [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in stock]
     counts = [answer["meta_info"]["freekv"] for answer in ours]
     assert [each["attended_pages"] for each in counts] == [each["context_pages"] for each in counts]
+
+
+def test_requests_become_partial_while_they_run(servers, oracle):
+    """Four prompts and a page in hand of each take all frames, until their answers begin a page. Alone a request stays whole."""
+    name, rng = "least-window-no-dense-layer", np.random.default_rng(21)
+    server, settings = servers[name], SETTINGS[name]
+    before = server.flush()
+    pages = before["frames_total"] // 4 - 1
+    assert before["frames_total"] == 4 * (pages + 1) and pages > settings.budget // settings.page
+    prompts = [tasks.make_document(rng, pages * settings.page, needle_count=2).token_ids[: pages * settings.page - 6] for _ in range(4)]
+    expected = [oracle.generate(prompt, NEW_TOKENS, settings).tokens for prompt in prompts]
+
+    def recalled(concurrency: int) -> int:
+        start = server.flush()["totals"]["recalled_units"]
+        answers = server.generate_all(prompts, NEW_TOKENS, concurrency)
+        assert [answer["output_ids"] for answer in answers] == expected
+        return server.when_idle()["totals"]["recalled_units"] - start
+
+    assert recalled(concurrency=1) == 0 < recalled(concurrency=4)
+    assert server.state()["given_up_pages_total"] > before["given_up_pages_total"]
+    assert server.state()["partial_rows"] == 0  # when nobody runs

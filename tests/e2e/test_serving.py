@@ -107,7 +107,8 @@ def test_server_info_and_metrics(fleet):
     built = info["freekv"]
     assert built["budget_tokens"] == 512 and built["sink_tokens"] == built["window_tokens"] == 128
     assert built["host_bytes"] == (131072 + 32) * (LAYERS - 1) * 2 * KV_HEADS * HEAD_DIM * 4
-    assert state["rows_used"] == state["frames_total"] == built["resident_tokens"] == 0 and state["host_pages_total"] == 4096
+    assert state["rows_used"] == 0 and state["frames_total"] == 8 * 16 and built["frame_tokens"] == 9 * 512  # slots, and those of padding
+    assert state["host_pages_total"] == 4096
     assert state["absent_pages"] == (1800 + 29) // 32 + 1
     time.sleep(1)  # the scheduler exports when it finds itself idle
     with fleet.small.open("/metrics") as response:
@@ -120,14 +121,14 @@ def test_server_info_and_metrics(fleet):
     }
     expected = {f"{name}_total": total for name, total in after.items()}
     expected |= {name: state[name] for name in ("host_pages_used", "host_pages_total", "rows_used", "rows_total")}
-    expected |= {name: state[name] for name in ("frames_used", "frames_total", "resident_pages", "absent_pages")}
+    expected |= {name: state[name] for name in ("partial_rows", "frames_used", "frames_total", "resident_pages", "absent_pages")}
+    expected |= {name: state[name] for name in ("brought_pages_total", "given_up_pages_total")}
     expected |= {"recalled_bytes_total": after["recalled_units"] * 2 * 32 * HEAD_DIM * 4, "canary_faults_total": 0}
     expected |= dict.fromkeys(("recall_seconds_total", "recall_wait_seconds_total", "sampled_steps_total"), 0)
     described = {
         "host": "host",
         "digests": "digest",
         "device_cache": "device_cache",
-        "resident": "resident",
         "dense_layers": "dense",
         "staging": "staging",
     }

@@ -36,23 +36,40 @@ def resolve(monkeypatch):
             _apply_token_constraints=lambda tokens: tokens,
             resolve_max_num_reqs=lambda tokens: rows or 4096,
         )
-        return pools.resolve_memory_pool_config(None, configurator, 0), configurator.model_config.freekv_resident
+        return pools.resolve_memory_pool_config(None, configurator, 0), configurator.model_config.freekv_frames
 
     return resolve
 
 
 def test_tokens_come_from_the_host_and_rows_from_the_device(resolve):
-    sizes, _ = resolve()
-    assert 0 < sizes.max_total_num_tokens <= 100 * GIB // (31 * 4096) and 10 < sizes.max_running_requests < 100
+    sizes, frames = resolve()
+    without, slots = resolve(resident=0)
+    assert 0 < sizes.max_total_num_tokens == without.max_total_num_tokens <= 100 * GIB // (31 * 4096)
+    assert 10 < without.max_running_requests < 100 and slots == 64 * (without.max_running_requests + 1)
+    assert sizes.max_running_requests in (2 * without.max_running_requests, 2 * without.max_running_requests - 2)  # of which half are short
+    assert 0.95 * slots < frames < 1.03 * slots  # all memory that the tables of more rows leave
 
 
 @pytest.mark.parametrize("rows, asked, host, expected", [
     (8, None, 100.0, (10, 10.5)),  # 20 GiB less 1 of staging, 6.5 of digests and the dense layer, 2.2 of rows
-    (8, 3, 100.0, (2.95, 3)), (8, 0, 100.0, (0, 0)), (8, None, 1.0, (0.95, 1)), (None, None, 100.0, (0, 0.26)),
+    (8, 3, 100.0, (2.95, 3)), (8, 0, 100.0, (0, 0)), (8, None, 1.0, (0.95, 1)), (8, 0.001, 100.0, (0, 0)),
 ])  # fmt: skip
 def test_what_tokens_and_rows_leave_is_for_resident_pages(resolve, rows, asked, host, expected):
-    sizes, resident = resolve(rows=rows, resident=asked, host=host)
-    assert expected[0] <= resident * 32 * 31 * 4096 / GIB <= expected[1]
+    sizes, frames = resolve(rows=rows, resident=asked, host=host)
+    assert sizes.max_running_requests == rows
+    assert expected[0] <= (frames - 64 * (rows + 1)) * 32 * 31 * 4096 / GIB <= expected[1]
+
+
+@pytest.mark.parametrize("asked", [None, 0.001])
+def test_one_request_has_its_frames_on_the_smallest_device(resolve, asked):
+    sizes, device = None, 1.4
+    while sizes is None:
+        try:
+            sizes, frames = resolve(device=device, host=1.0, rows=1, resident=asked)
+        except Refusal:
+            device += 1 / 1024
+    assert sizes.max_running_requests == 1 and frames >= 64 + 66  # slots twice, the last page and one in hand
+    assert 1.41 < device < 1.7
 
 
 def test_a_quantised_checkpoint_is_refused_whatever_told_so(resolve):

@@ -14,7 +14,7 @@ from frame_traffic import make
 from sglang_freekv import releases
 from sglang_freekv.backend import FreeKVAttnBackend
 from sglang_freekv.extend_plan import ExtendPlanner
-from sglang_freekv.memory_pool.frames import Frames
+from sglang_freekv.lending import Lending
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.residency import Residency
 from sglang_freekv.scheduler_patch import prefill
@@ -27,9 +27,11 @@ PAGE = 32
 def adder():
     """SGLang's adder when 1,024 tokens are free and a running request may take 770.7 of them."""
     adder = object.__new__(PrefillAdder)
-    pool = SimpleNamespace(staging_tokens=1000, residency=SimpleNamespace(fits=lambda pages, rows: False))
+    lending = Lending(1000, 1, 1, resident=False)
+    pool = SimpleNamespace(staging_tokens=1000, residency=SimpleNamespace(lending=lending), owners={})
     allocator = SimpleNamespace(size=1024, available_size=lambda: 1024, get_kvcache=lambda: pool, page_size=PAGE)
-    tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False)
+    rows = SimpleNamespace(free_slots=[2, 3, 4, 5])
+    tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False, req_to_token_pool=rows)
     adder.__dict__.update(
         page_size=PAGE, dllm_config=None, rem_chunk_tokens=2048, is_hybrid_swa=False, prefill_delayer_single_pass=None, can_run_list=[],
         _mamba_slot_cost=0, running_batch=None, token_to_kv_pool_allocator=allocator, tree_cache=tree,
@@ -48,7 +50,8 @@ def adder():
 
 def request(tokens: int, prefix: int = 0):
     sampling = SimpleNamespace(max_new_tokens=8)
-    req = MagicMock(full_untruncated_fill_ids=range(tokens), prefix_indices=range(prefix), prefix_len=prefix, sampling_params=sampling)
+    ids = {"full_untruncated_fill_ids": range(tokens), "origin_input_ids": range(tokens), "prefix_indices": range(prefix)}
+    req = MagicMock(**ids, prefix_len=prefix, sampling_params=sampling)
     req.set_extend_range = lambda start, end: setattr(req, "extend_range", SimpleNamespace(end=end, length=end - start))
     return req
 
@@ -64,15 +67,25 @@ def test_a_chunk_cut_short_by_full_memory_ends_at_a_page(adder, hooked, monkeypa
     assert (_context_end(req) % PAGE == 0) == hooked  # without the hook SGLang cuts within a page
 
 
-def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
-    def admit(adder, req):
-        end = req.extend_end = len(req.full_untruncated_fill_ids)
-        req.extend_range = SimpleNamespace(end=end, length=end - req.prefix_len)
-        adder.can_run_list.append(req)
-        return AddReqResult.CONTINUE
+def admit(adder, req):
+    """What SGLang does with a request that has room."""
+    end = req.extend_end = len(req.full_untruncated_fill_ids)
+    req.extend_range = SimpleNamespace(end=end, length=end - req.prefix_len)
+    adder.can_run_list.append(req)
+    return AddReqResult.CONTINUE
 
-    results = [prefill.bounded_contexts(admit, adder, request(tokens, prefix=tokens - 8)) for tokens in (1200,)]
-    assert results == [AddReqResult.CONTINUE]  # alone, a context is bounded by --context-length
+
+def run(adder, lending: Lending, row: int, pages: int) -> None:
+    """A request of ``pages`` pages decodes in a row."""
+    pool, req = adder.token_to_kv_pool_allocator.get_kvcache(), request(pages * PAGE)
+    pool.owners[row], pool.residency.lending = (req, 1), lending
+    lending.begin(row, pages)
+    lending.grow([(row, pages)], held=pages)
+    adder.running_batch = SimpleNamespace(reqs=[req])
+
+
+def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
+    assert prefill.bounded_contexts(admit, adder, request(1200, prefix=1192)) is AddReqResult.CONTINUE  # alone, --context-length bounds it
     adder.can_run_list.clear()
     results = [prefill.bounded_contexts(admit, adder, request(tokens, prefix=tokens - 8)) for tokens in (400, 500, 101, 100)]
     assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
@@ -80,93 +93,138 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
 
 @pytest.mark.parametrize("frames", [13, 14])
 def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames):
-    """Requests hold four pages, and one row decodes. Then come contexts of 16, 13 and 4 pages, all but one page of which are hits."""
-    asked = []
+    """Requests hold four pages, and one row decodes. Then come contexts of 16, 13 and 4 pages, all but one page of which are hits.
 
-    def admit(adder, req):
-        end = req.extend_end = len(req.full_untruncated_fill_ids)
-        req.extend_range = SimpleNamespace(end=end, length=end - req.prefix_len)
-        adder.can_run_list.append(req)
-        return AddReqResult.CONTINUE
-
-    allocator = adder.token_to_kv_pool_allocator
-    allocator.available_size, adder.running_batch = (lambda: 1024 - 4 * PAGE), SimpleNamespace(reqs=["one"])
-    residency = Residency(make(6 + frames, 99, 6, 1, PAGE), torch.zeros(6, 8 * PAGE, dtype=torch.int64))
-    allocator.get_kvcache().residency = SimpleNamespace(fits=lambda *need: (asked.append(need), residency.fits(*need))[1])
+    So at most ten pages are held, with the third request's own, and four rows take a page in hand each.
+    """
+    run(adder, Lending(frames, 1, 1), 1, pages=4)
+    adder.token_to_kv_pool_allocator.available_size = lambda: 1024 - 4 * PAGE
     requests = [request(pages * PAGE, prefix=(pages - 1) * PAGE) for pages in (16, 13, 4)]
     results = [prefill.bounded_contexts(admit, adder, each) is AddReqResult.CONTINUE for each in requests]
-    assert asked == [(4 + 1 + 1 + 4, 1 + 3)] and results == [True, True, frames == 14]
+    assert results == [True, True, frames == 14]
 
 
-def scheduler_of(planner) -> tuple[SimpleNamespace, Frames]:
-    """A scheduler with five rows, of which none is free, and its frames. Of nine pages three are free, and two may be evicted."""
-    frames = make(8, 9, 6, 1, PAGE)
-    pool = SimpleNamespace(planner=planner, residency=Residency(frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)))
-    sizes = {"size": 9 * PAGE, "page_size": PAGE, "available_size": lambda: 3 * PAGE}
-    allocator, rows = SimpleNamespace(get_kvcache=lambda: pool, **sizes), SimpleNamespace(size=5, free_slots=[])
-    tree = SimpleNamespace(evictable_size=lambda: 2 * PAGE)
-    return SimpleNamespace(token_to_kv_pool_allocator=allocator, req_to_token_pool=rows, tree_cache=tree), frames
+@pytest.mark.parametrize("running, refusal", [(True, AddReqResult.NO_TOKEN), (False, AddReqResult.OTHER)])
+def test_whoever_cannot_be_promised_frames_waits(adder, running, refusal):
+    """A long request is promised 5 frames, which it gets in any case when it would be alone."""
+    pool = adder.token_to_kv_pool_allocator.get_kvcache()
+    pool.residency.lending = Lending(4, 2, 4)
+    if running:
+        run(adder, pool.residency.lending, 1, pages=3)
+    results = [prefill.bounded_contexts(admit, adder, request(tokens)) for tokens in (600, 24)]
+    assert results == ([refusal, refusal] if running else [AddReqResult.CONTINUE, refusal])
+    adder.can_run_list.clear()
+    pool.residency.lending.frames = 6  # room for four frames, and for the two of a short request
+    assert prefill.bounded_contexts(admit, adder, request(24)) is AddReqResult.CONTINUE
+    adder.tree_cache.req_to_token_pool.free_slots.append(1)  # the request has ended; nobody has told the accounts
+    adder.can_run_list.clear()
+    assert prefill.bounded_contexts(admit, adder, request(600)) is AddReqResult.CONTINUE
+
+
+def test_a_chunked_prompt_is_promised_frames_once(adder):
+    """It has a row already when it stands in the batch again."""
+    run(adder, Lending(7, 2, 4), 1, pages=6)
+    [(chunked, _)] = adder.token_to_kv_pool_allocator.get_kvcache().owners.values()
+    admit(adder, chunked)
+    assert prefill.bounded_contexts(admit, adder, request(24)) is AddReqResult.CONTINUE
+
+
+class NotedFrames(SimpleNamespace):
+    """The part of ``Frames`` that is told of requests: it writes down what it was told."""
+
+    def __init__(self, num_frames: int = 99) -> None:
+        super().__init__(num_frames=num_frames, num_slots=1, page_size=PAGE, is_resident=True, now=0, told=[])
+
+    def rows_ended(self, rows: list[int]) -> None:
+        self.told.append(("ended", *rows))
+
+    def lend(self, rows: list[int]) -> None:
+        self.told.append(("lent", *rows))
+
+
+class Scheduler(SimpleNamespace):
+    """A scheduler with five rows. Of nine pages three are free, and two may be evicted, so that requests have four."""
+
+    def __init__(self, planner=None, num_frames: int = 99) -> None:
+        self.frames = NotedFrames(num_frames)
+        residency = Residency(self.frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64), whole_pages=2)
+        self.pool = SimpleNamespace(planner=planner or MagicMock(), residency=residency, owners={}, staging_tokens=8 * PAGE)
+        sizes = {"size": 9 * PAGE, "page_size": PAGE, "available_size": lambda: 3 * PAGE}
+        super().__init__(
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool, **sizes),
+            req_to_token_pool=SimpleNamespace(size=5, free_slots=[1, 2, 3, 4, 5], req_generation=torch.zeros(6, dtype=torch.int64)),
+            tree_cache=SimpleNamespace(evictable_size=lambda: 2 * PAGE),
+        )
+
+    def launch(self, requests: dict, *, extends: bool = True, tokens: int = 1) -> list[tuple]:
+        """Launch a batch of requests in rows, and return what the frames were told."""
+        rows = torch.tensor(list(requests))
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend=lambda: extends), reqs=list(requests.values()), req_pool_indices=rows,
+            req_pool_indices_cpu=rows, seq_lens_cpu=torch.full((len(rows),), tokens),
+        )  # fmt: skip
+        self.frames.told.clear()
+        prefill.mark_tables(self, batch)
+        return list(self.frames.told)
+
+    def take(self, row: int) -> None:
+        self.req_to_token_pool.free_slots.remove(row)
+        self.req_to_token_pool.req_generation[row] += 1
+
+    def free(self, *rows: int) -> None:
+        self.req_to_token_pool.free_slots.extend(rows)
 
 
 @pytest.mark.parametrize("extends", [True, False])
 def test_the_scheduler_s_tables_are_marked_for_the_pass_that_reads_prefixes(extends):
     planner = ExtendPlanner(SimpleNamespace(mark=lambda: "here"), PAGE)
-    scheduler, _ = scheduler_of(planner)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: extends), req_pool_indices="rows")
-    prefill.mark_tables(scheduler, batch)
-    assert planner.tables == (("here", "rows") if extends else None)
+    Scheduler(planner).launch({1: request(8)}, extends=extends)
+    assert (planner.tables and (planner.tables[0], planner.tables[1].tolist())) == (("here", [1]) if extends else None)
 
 
-def test_rows_that_have_become_free_have_ended_by_the_next_batch():
-    scheduler, frames = scheduler_of(planner=None)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False))
-    for free, expected in (([4, 5], []), ([5], []), ([2, 4, 5], [2, 4]), ([3, 4, 5], [3])):
-        scheduler.req_to_token_pool.free_slots = free
-        prefill.mark_tables(scheduler, batch)
-        assert frames._take(frames._ended).tolist() == expected
+def test_a_row_is_told_to_have_ended_when_its_request_has_gone():
+    scheduler = Scheduler()
+    first, second, third, fourth = (request(8) for _ in range(4))
+    for row in (1, 2, 3):
+        scheduler.take(row)
+    promised = scheduler.pool.residency.lending.promised
+    assert scheduler.launch({1: first, 2: second, 3: third}) == [] and promised == {1: 2, 2: 2, 3: 2}
+    assert scheduler.launch({3: third}) == []  # the next chunk of its prompt
+    scheduler.free(1, 2)
+    assert scheduler.launch({3: third}, extends=False) == [("ended", 1, 2)]
+    scheduler.free(3)
+    scheduler.take(3)
+    assert scheduler.launch({3: fourth}) == [("ended", 3)]  # another request has its row at once
+    scheduler.free(3)
+    scheduler.take(3)
+    assert scheduler.launch({3: fourth}) == [("ended", 3)]  # it was retracted, and is back in its row
+    scheduler.free(3)
+    scheduler.req_to_token_pool.req_generation[3] -= 1  # as if SGLang had flushed its cache
+    scheduler.take(3)
+    assert scheduler.launch({3: first}) == [("ended", 3)]
+    assert scheduler.launch({3: first}, extends=False) == [] and promised.keys() == {3}
 
 
-@pytest.mark.parametrize("resident", [4, 5, 6, 9])
-def test_an_extend_is_in_place_if_the_pages_of_all_requests_have_room(resident):
-    """Four of nine pages belong to requests, and two requests may each want one more in hand."""
-    scheduler, _ = scheduler_of(planner=None)
-    frames = make(6 + resident, 10, 6, 1, PAGE)
-    residency = scheduler.token_to_kv_pool_allocator.get_kvcache().residency = Residency(
-        frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64)
-    )
-    scheduler.req_to_token_pool.free_slots = [1, 3, 4]
-    assert not residency.has_room  # a pass that the scheduler does not know of
-    prefill.mark_tables(scheduler, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
-    assert residency.has_room == (resident >= 6)
-    rows, lens = torch.tensor([2]), torch.tensor([PAGE])
-    residency.begin_decode(rows, lens, *torch.empty((2, 1, 8), dtype=torch.int32), 1)
-    assert not residency.has_room  # each pass is told anew
+def test_requests_become_partial_while_they_run():
+    """Seven frames are for two rows of two pages, and a page in hand each. A partial row takes two, and one in hand."""
+    scheduler, requests = Scheduler(num_frames=1 + 7), {1: request(100), 2: request(100)}
+    residency = scheduler.pool.residency
+    for row in requests:
+        scheduler.take(row)
+    assert not residency.in_place  # a pass that the scheduler does not know of
+    assert scheduler.launch(requests, tokens=2 * PAGE) == [] and residency.in_place
+    scheduler.tree_cache.evictable_size = lambda: 0
+    assert scheduler.launch(requests, extends=False, tokens=2 * PAGE + 1) == [("lent", 2)]
+    assert scheduler.launch(requests, tokens=3 * PAGE) == [] and not residency.in_place
+    assert scheduler.launch({1: requests[1]}, tokens=4 * PAGE) == [("lent", 1)]
 
 
-def test_nothing_is_reclaimed_again_while_running_rows_have_every_frame():
-    """Four rows of one page each fill four frames, and want another one each in every step. When one ends, its page may give way."""
-    tables = (torch.arange(6 * 8 * PAGE, dtype=torch.int64) + PAGE).view(6, -1)
-    frames, reclaimed = make(1 + 4 + 4, 60, 6, 1, PAGE), []
-    residency, reclaim = Residency(frames, tables), frames.reclaim
-    frames.reclaim = lambda *wanted: (reclaimed.append(frames.now), reclaim(*wanted))
-
-    def step(rows: list[int]) -> None:
-        residency.note_requests(set(rows), len(rows))
-        table = torch.empty((2, len(rows), 8), dtype=torch.int32)
-        residency.begin_decode(torch.tensor(rows), torch.full((len(rows),), PAGE), *table, len(rows))
-
-    residency.note_requests({1, 2, 3, 4}, 4)
-    residency.begin_in_place(
-        torch.arange(1, 5), torch.full((4,), PAGE - 1), *torch.empty((2, 4, 8), dtype=torch.int32), torch.zeros(4), [PAGE - 1] * 4
-    )
-    reclaimed.clear()
-    for _ in range(5):
-        step([1, 2, 3, 4])
-    assert not reclaimed  # nobody has ended, so no page is without a request
-    for _ in range(5):
-        step([1, 2, 3])
-    assert reclaimed and reclaimed[0] == 7 and len(reclaimed) <= 2 and frames.counts.unserved == 1
-    assert sum(int(hand) >= 0 for hand in frames.tables.in_hand) == 2 and len(residency.taken) <= 2  # what has been counted is forgotten
+def test_nothing_is_resident_without_memory_for_it():
+    scheduler = Scheduler()
+    scheduler.frames.is_resident = False
+    residency = scheduler.pool.residency = Residency(scheduler.frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64), whole_pages=2)
+    scheduler.take(4)
+    assert scheduler.launch({4: request(8)}) == [("lent", 4)] and not residency.in_place
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
@@ -183,11 +241,9 @@ def test_prefixes_are_looked_up_in_the_rows_of_the_scheduler(scheduled):
     backend.token_to_kv_pool = SimpleNamespace(page_size=PAGE)
     tables = torch.arange(6)[:, None] * 1000 * PAGE + torch.arange(8 * PAGE)
     backend.req_to_token_pool = SimpleNamespace(req_to_token=tables)
-    backend.residency = Residency(make(9, 6000, 6, 1, PAGE), tables)
-    backend.retrieval, backend.planner = (
-        SimpleNamespace(prepare_extend=prepare_extend, complete_all_transfers=lambda: None),
-        ExtendPlanner(InlineStream(), PAGE),
-    )
+    backend.residency = Residency(make(9, 6000, 6, 1, PAGE), tables, whole_pages=2)
+    engine = SimpleNamespace(prepare_extend=prepare_extend, complete_all_transfers=lambda: None)
+    backend.retrieval, backend.planner = engine, ExtendPlanner(InlineStream(), PAGE)
     if scheduled:
         backend.planner.note_tables(rows)
     forward_batch = SimpleNamespace(
