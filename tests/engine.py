@@ -105,7 +105,7 @@ class Engine:
     """A retrieval engine and the requests it serves.
 
     Args:
-        resident: frames for resident pages.
+        resident: frames beyond the slots of all rows; negative if there are fewer. With 0 nothing is resident.
     """
 
     def __init__(
@@ -205,8 +205,12 @@ class Engine:
         if prefixes is None:
             begins = sum(n % self.config.page_size == 0 for n in tokens)
             return frames, self.residency.begin_decode(*where, begins), False
-        in_place, prefix_lens = self.residency.in_place, self.to_device(torch.tensor(prefixes))
+        in_place, prefix_lens = self.residency.in_place and self.may_extend_in_place(), self.to_device(torch.tensor(prefixes))
         return frames, self.residency.begin_extend(*where, prefix_lens, tokens, in_place=in_place), in_place
+
+    def may_extend_in_place(self) -> bool:
+        """Whether an extend is in place if it can be."""
+        return True
 
     def used_rows(self) -> set[int]:
         return {request.row for request in self.requests}

@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, SCALE, Engine, Request, attend, choose, expected_step
+from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
 
 ROWS, LONGEST_PROMPT, LONGEST_ANSWER = 4, 96, 28  # contexts of all rows fit a staging buffer together
 POOL_TOKENS = 320  # less than they take: pages change hands
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def just_promised(config: FreeKVConfig) -> int:
+    """``resident`` of an ``Engine`` that has no more frames than ``ROWS`` requests are promised."""
+    return ROWS * (config.whole_pages + 1) - 8 * config.cache_pages
+
 
 some_requests = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True)
 chunks = st.integers(0, LONGEST_PROMPT)
@@ -54,6 +61,7 @@ class Traffic(RuleBasedStateMachine):
         self.size = self.config.page_size
         self.engine = Server(self.config, [], 0, self.stream, resident=self.resident)
         self.engine.used_rows = lambda: {request.row for request in self.running}
+        self.engine.may_extend_in_place = lambda: len(self.free_pages) % 3 > 0
         self.engine.held_pages = lambda: len({page for request in self.running for page in request.pages})
         self.retrieval = self.engine.retrieval
         self.sabotage()
