@@ -122,7 +122,9 @@ class CapturedEngine(Engine):
         self.rows[:-1], self.table[:-1] = rows, table
         tokens = [request.tokens for request in self.requests]
         self.seq_lens[:-1] = self.to_device(torch.tensor(tokens))
-        self.batch.frames[:-1] = self._begin(rows, table, tokens)[0]
+        self.batch.frames[:-1], given, _ = self._begin(self.requests, rows, table, tokens)
+        if given is not None:
+            self.retrieval.refill(table, given)
         for layer in range(LAYERS):
             for static, new in zip(self.tokens[layer], self._padded(self.new_tokens(layer, self.requests))):
                 static.copy_(new)
