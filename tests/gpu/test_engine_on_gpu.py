@@ -254,6 +254,7 @@ class ScheduledEngine(CapturedEngine):
         self.tables = torch.zeros((40, 400 * self.config.page_size), dtype=torch.int64, device="cuda")
         self.rows_of_pass = torch.zeros(1, dtype=torch.int64, device="cuda")  # SGLang's buffer, which each pass fills on its stream
         self.hits = 0
+        self.scheduled: list[torch.Tensor] = []  # SGLang keeps a batch until its results are there; the host is further ahead here
         torch.cuda.synchronize()
         self.capture()
         self.extend(self.requests, PROMPTS)
@@ -280,6 +281,7 @@ class ScheduledEngine(CapturedEngine):
             self.tables[self.hits, : len(pages) * size : size] = self.to_device(pages * size)
             scheduled = torch.full_like(self.rows_of_pass, self.hits)
             self.planner.note_tables(scheduled)
+        self.scheduled.append(scheduled)
         torch.cuda.current_stream().wait_stream(self.schedule)
         self.rows_of_pass.copy_(scheduled)
         rows, table = self._tensors([newcomer])
