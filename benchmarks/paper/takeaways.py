@@ -39,7 +39,7 @@ def _losses(facts: dict) -> Iterator[str]:
         late = f" After a prefix hit the first token takes {span} times as long on an idle server." if hits else ""
         yield (
             "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit**. With "
-            f"{row.batch} requests of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late}"
+            f"{row.batch} request{'s' * (row.batch > 1)} of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late}"
             f"{'' if facts.get('resident') else ' The prefix is then streamed from host memory.'}{_under_load(facts)}{_evicted(facts)}"
         )
 

@@ -75,7 +75,9 @@ def check(
         assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
         assert [answer["meta_info"]["freekv"]["corrections"] for answer in answers] == corrected
     for prompt, first, again in zip(prompts, cold, hits):
-        varying = dict.fromkeys(("resident_pages", "selected_units", "recalled_units"), "some") if resident else {}  # a kv head that lost a page selects anew
+        varying = (
+            dict.fromkeys(("resident_pages", "selected_units", "recalled_units"), "some") if resident else {}
+        )  # a kv head that lost a page selects anew
         told = [answer["meta_info"]["freekv"] | varying for answer in (first, again)]
         assert told[0] == told[1]  # hits or not, the same pages
         assert again["meta_info"]["cached_tokens"] == (len(prompt) - 1) // settings.page * settings.page
