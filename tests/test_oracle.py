@@ -173,7 +173,7 @@ def attended_by_loops(query, keys, settings):
                 scores = {j: sum(max(x * corner for corner in box[j][d]) for d, x in enumerate(q)) for j in middle}
                 weights = {j: math.exp(scores[j] * SCALING) for j in middle}
             pooled = {j: pooled[j] + weights[j] / sum(weights.values()) for j in middle}
-        best = sorted(middle, key=lambda j: (-pooled[j], j))[: settings.selected_pages]
+        best = sorted(middle, key=lambda j: (-pooled[j], j))[: settings.selected_pages(keys.shape[1])]
         attended.append(sorted({*range(len(pages))} - {*middle} | {*best}))
     return attended
 
