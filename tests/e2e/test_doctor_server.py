@@ -24,9 +24,11 @@ def test_the_command_builds_what_was_planned(ask, serve):
     assert built["digest_bytes"] + built["canary_bytes"] == tokens * tiers["digests"][0]
     assert built["dense_bytes"] == tokens * tiers["dense layers"][0]
     assert built["staging_bytes"] == tiers["staging of prefixes"][1]
-    resident = plan.tiers["resident pages, in what is left"]
-    assert (resident["per_token"], built["resident_tokens"]) == (tiers["host pool"][0], REQUESTS * CONTEXT)
-    assert built["resident_bytes"] == pytest.approx(resident["has"], rel=0.01)  # frames that are lent are in the tables besides
-    row = plan.tiers["device cache"]["per_request"]
-    assert built["device_cache_bytes"] < (REQUESTS + 1) * row < 1.05 * built["device_cache_bytes"]  # scores and lists of misses besides
+    frames, figures = plan.tiers["frames"], plan.found["frames"].figures
+    assert (frames["per_token"], built["frame_tokens"]) == (tiers["host pool"][0], figures["frames"] * 16)
+    assert figures["frames"] * 16 == (REQUESTS + 1) * 512 + REQUESTS * CONTEXT  # slots, and all pages of the host pool
+    assert built["longest_requests"] == figures["longest_requests"] == REQUESTS
+    tables = plan.tiers["device cache"]["per_request"] - figures["promised"] * frames["has"] / figures["frames"]
+    counted = frames["has"] + (REQUESTS + 1) * tables
+    assert built["device_cache_bytes"] < counted < 1.05 * built["device_cache_bytes"]  # scores and lists of misses besides
     assert tiers["host pool"][1] == REQUESTS * CONTEXT * tiers["host pool"][0]
