@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from serving import NEEDLE_MODEL
 
 REQUESTS, CONTEXT = 3, 4096
