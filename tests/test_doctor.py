@@ -18,7 +18,7 @@ from sglang_freekv.launch.cards import CARDS, card_of
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
-from sglang_freekv.scheduler_patch.arguments import add_cli_args
+from sglang_freekv.scheduler_patch import arguments
 
 TOKEN = 2 * 8 * 128 * 2  # keys and values of one layer of Llama-3.1-8B: 4096 bytes
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
@@ -62,7 +62,7 @@ def test_llama_by_hand(make_machine, ask):
     assert answer.found["decode rate"].figures["tokens_per_s"] == pytest.approx(50e9 / (31 * 1024 * TOKEN * 0.21))
 
 
-def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path):
+def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path, monkeypatch):
     answer = ask(None, "--model-path", model_file(tmp_path, LLAMA_70B), *QUESTION)
     assert answer.code == 0 and answer.report["verdict"].startswith(
         "fits: 32 requests of 131072 tokens on 4 x H100 (79.1 GiB) with 1.80 TiB"
@@ -77,8 +77,9 @@ def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path):
     assert (answer.flag("--tp-size"), answer.flag("--max-running-requests"), answer.flag("--context-length")) == ("4", "32", "131072")
     assert float(answer.flag("--freekv-host-memory")) * 4 < 1843
     parser = argparse.ArgumentParser()
+    monkeypatch.setattr(arguments, "_typed", [])  # what a command line asks for is noted until ServerArgs is made of it
     ServerArgs.add_cli_args(parser)
-    add_cli_args(None, parser)
+    arguments.add_cli_args(None, parser)
     assert parser.parse_args(answer.report["command"][3:]).tp_size == 4
 
 
