@@ -66,7 +66,7 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
         above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
         logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
     config = _with_host_memory(config, asked)
-    settings = {"device": asked.device, "page_size": page_size, "attention_backend": BACKEND_NAME, "disable_prefill_cuda_graph": True}
+    settings = {"device": asked.device, "page_size": page_size, "attention_backend": BACKEND_NAME}
     if asked.device == "cpu":
         settings |= _prepare_cpu(config, asked)
     if asked.device == "cpu" or config.recall == "copy-engine":  # the host reads the list of missing units, then issues the copies
@@ -87,8 +87,15 @@ def _prepare_cpu(config: FreeKVConfig, asked: SimpleNamespace) -> dict[str, Any]
         raise Refusal(
             f"--freekv-recall-timing {config.recall_timing}: expected 0 with --device cpu, which recalls and computes in turn; leave it out"
         )
+    if asked.cuda_graph_backend_prefill == "breakable":
+        raise Refusal(
+            "--cuda-graph-backend-prefill breakable: there is no prefill graph with --device cpu; leave it out, or use --device cuda"
+        )
     cpu.prepare_process()
-    return {"grammar_backend": "llguidance"} if asked.grammar_backend is None else {}  # SGLang's default, xgrammar, masks on GPUs only
+    settings: dict[str, Any] = {"disable_prefill_cuda_graph": True}
+    if asked.grammar_backend is None:
+        settings["grammar_backend"] = "llguidance"  # SGLang's default, xgrammar, masks on GPUs only
+    return settings
 
 
 def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVConfig:

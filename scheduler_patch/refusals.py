@@ -109,6 +109,11 @@ RESOLVED_RULES = (
         "--kv-retrieval {c.method}: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
     ),
     Rule(
+        lambda s, m, c: s.cuda_graph_config.prefill.backend not in ("breakable", "disabled"),
+        "--kv-retrieval {c.method}: SGLang chooses --cuda-graph-backend-prefill {s.cuda_graph_config.prefill.backend} here, and FreeKV's "
+        "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
+    ),
+    Rule(
         lambda s, m, c: s.page_size != c.page_size,
         "--page-size {c.page_size}: SGLang insists on {s.page_size} here; use --page-size {s.page_size}, " + OFF,
     ),

@@ -12,7 +12,7 @@ OFF = "or use --kv-retrieval none"
 ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
 OWN_BACKEND = "only FreeKV's own attention backend reads the retrieved pages; leave it out"
 NO_COMPILE = "FreeKV's decode graph is captured, not compiled; leave it out"
-EAGER_PREFILL = "FreeKV streams prefixes beside an eager prefill; leave it out"
+BREAKABLE_PREFILL = "FreeKV streams prefixes between the captured parts of a prefill, so no graph can hold its attention; "
 GRAPH_FLAGS = "--cuda-graph-backend-decode, --cuda-graph-bs-decode or --cuda-graph-max-bs-decode"
 ONE_GRAPH = "FreeKV's decode step is one full graph, or none; use --cuda-graph-backend-decode full or disabled"
 ON_HOST = f"it reads or moves KV on the GPU, and FreeKV's is in host memory; leave it out, {OFF}"
@@ -72,7 +72,8 @@ FLAGS = (
     Flag("enable_torch_compile", (False,), NO_COMPILE),
     Flag("cuda_graph_backend_decode", (None, "full", "disabled"), ONE_GRAPH),
     Flag("debug_cuda_graph", (False,), ONE_GRAPH),
-    Flag("cuda_graph_backend_prefill", (None, "disabled"), EAGER_PREFILL),
+    Flag("cuda_graph_backend_prefill", (None, "breakable", "disabled"), BREAKABLE_PREFILL + "use breakable or disabled"),
+    Flag("cuda_graph_prefill_max_context", (None,), BREAKABLE_PREFILL + "leave it out"),
     Flag("cuda_graph_config", (None, {}), f"FreeKV chooses the graphs itself; use {GRAPH_FLAGS}"),
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
 
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
@@ -52,8 +53,13 @@ class FreeKVAttnBackend(AttentionBackend):
             compile_all(self.retrieval, self.residency, self.token_to_kv_pool.num_rows, self._most_pages)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Prepare a forward pass without a graph. The engine comes first, because FlashInfer's plan waits for the device."""
-        if not forward_batch.forward_mode.is_idle():
+        """Prepare a forward pass without a graph, or with a graph for what lies between the attention layers of an extend.
+
+        The engine comes first, because FlashInfer's plan waits for the device.
+        """
+        if is_in_breakable_cuda_graph() and self.residency.batch is None:
+            self.batch = None  # of nobody: SGLang captures an extend, and calls attention between the parts
+        elif not forward_batch.forward_mode.is_idle():
             self._prepare(forward_batch)
         self.dense.init_forward_metadata(forward_batch)
 
@@ -155,6 +161,8 @@ class FreeKVAttnBackend(AttentionBackend):
                 f"layer {layer.layer_id} attends without keys and values of its own, expected every retrieval layer to store them; the "
                 "model shares or fuses KV in a way that is not supported, use --kv-retrieval none"
             )
+        if self.batch is None:
+            return torch.zeros_like(q).reshape(q.shape[0], -1)
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
         return retrieve(index, queries, keys, values, self.batch, layer.scaling).reshape(q.shape[0], -1)

@@ -95,3 +95,25 @@ def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch,
     monkeypatch.setitem(backend.ATTENTION_BACKENDS, "torch_native" if device == "cpu" else "flashinfer", lambda runner: None)
     made = FreeKVAttnBackend(runner)
     assert asked == compiled and pool.residency is made.residency
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["an extend that SGLang captures", "one that it replays"])
+def test_between_captured_parts_attention_is_that_of_the_scheduled_batch(monkeypatch, scheduled):
+    """SGLang calls attention between the parts when it captures them, too. Then nothing may be stored, and no tables begin a pass."""
+    made, prepared = object.__new__(FreeKVAttnBackend), []
+    made.residency = SimpleNamespace(batch=[(1, 8)] if scheduled else None)
+    made.dense = SimpleNamespace(init_forward_metadata=lambda batch: prepared.append("dense"), forward_extend=None)
+    made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index={1: 0}), "the batch before"
+    made.retrieval = SimpleNamespace(extend=lambda index, queries, keys, values, batch, scale: queries + 1)
+
+    def prepare(forward_batch) -> None:
+        prepared.append("engine")
+        made.batch = "this batch"
+
+    monkeypatch.setattr(made, "_prepare", prepare)
+    monkeypatch.setattr(backend, "is_in_breakable_cuda_graph", lambda: True)
+    made.init_forward_metadata(SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False)))
+    assert prepared == (["engine"] if scheduled else []) + ["dense"] and (made.batch is None) != scheduled
+    queries, kv = torch.rand(5, 96), torch.rand(5, 32)
+    output = made.forward_extend(queries, kv, kv, attention(1), None)
+    assert torch.equal(output, queries + 1 if scheduled else torch.zeros(5, 96))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -51,6 +52,14 @@ def questions() -> list:
 def right(server, questions) -> list[bool]:
     answers = server.generate_all([question.token_ids for question in questions], 16)
     return [question.is_answered_by(answer["output_ids"]) for question, answer in zip(questions, answers)]
+
+
+def test_a_prompt_replays_captured_parts(server, questions):
+    """Attention is launched between them, and reads as many tokens as there are, where the parts are padded."""
+    server.flush()
+    before = len(server.log.read_text())
+    assert all(right(server, questions))
+    assert len(re.findall("Prefill batch.*cuda graph: True", server.log.read_text()[before:])) >= 2, server.tail()
 
 
 def head_of(rank: int, ranks: int) -> int:

@@ -111,6 +111,7 @@ def facts(tmp_path_factory, taken):
         "engine, after a refusal": engine(attention_backend="torch_native"),
         "fields of a copy": engine(attention_backend="freekv"),
         "cuda": freekv("--device", "cuda"),
+        "prefill graph": freekv("--device", "cuda", "--cuda-graph-backend-prefill", "breakable"),
         "tp": freekv("--tp-size", 2, "--device", "cuda"),
         "dp": freekv("--dp-size", 2),
         "no device": {"argv": ["--model-path", str(NEEDLE_MODEL), "--kv-retrieval", "freekv"]},
@@ -154,7 +155,7 @@ def test_defaults(outcomes):
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
-    assert outcome["graphs"] == ["disabled", "disabled"]
+    assert outcome["graphs"] == ["disabled", "disabled"] and outcomes["prefill graph"]["graphs"][1] == "breakable"
     assert memory > 0
 
 

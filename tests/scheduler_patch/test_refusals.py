@@ -39,7 +39,8 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "dcp_size": ("--dcp-size", "2"),
     "dwdp_size": ("--dwdp-size", "2"),
     "cuda_graph_backend_decode": ("--cuda-graph-backend-decode", "breakable"),
-    "cuda_graph_backend_prefill": ("--cuda-graph-backend-prefill", "breakable"),
+    "cuda_graph_backend_prefill": ("--cuda-graph-backend-prefill", "full"),
+    "cuda_graph_prefill_max_context": ("--cuda-graph-prefill-max-context", "4096"),
     "cuda_graph_config": ("--cuda-graph-config", '{"decode": {"backend": "full"}}'),
     "tokenizer_worker_num": ("--tokenizer-worker-num", "2"),
     "kv_canary": ("--kv-canary", "log"),
@@ -79,6 +80,7 @@ VALUES = {  # typed flags: how the refusal begins
     ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
     ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
     ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"): "--enable-lora: SGLang pins memory for adapters",
+    ("--cuda-graph-backend-prefill", "breakable"): "--cuda-graph-backend-prefill breakable: there is no prefill graph with --device cpu",
     ("--tp-size", "2"): "--tp-size 2: only one rank has been tested with --device cpu; leave it out, or use --device cuda",
     ("--nnodes", "0"): "--nnodes 0: expected at least 1",
     ("--context-length", "-5"): "--context-length -5: expected at least 1",
@@ -97,6 +99,8 @@ FINE = (  # what must stay possible
     ("--disable-radix-cache",),
     ("--disable-cuda-graph",),
     ("--cuda-graph-backend-decode", "disabled"),
+    ("--cuda-graph-backend-prefill", "disabled"),
+    ("--cuda-graph-backend-prefill", "breakable", "--device", "cuda"),
     ("--chunked-prefill-size", "-1"),
     ("--kv-cache-dtype", "bf16"),
     ("--page-size", "64"),
@@ -291,9 +295,14 @@ def test_served_model(facts, name):
 
 
 def test_what_sglang_insists_on():
-    """Some models make SGLang choose an attention backend or a page size over the user's."""
+    """Some models make SGLang choose an attention backend, a page size or a prefill graph over the user's."""
+
+    def graphs(prefill: str) -> SimpleNamespace:
+        return SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
+
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
+    resolved["cuda_graph_config"] = graphs("breakable")
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
     model = SimpleNamespace(num_attention_layers=6, quantization=None)
     backends = ("freekv", "freekv")
@@ -308,6 +317,11 @@ def test_what_sglang_insists_on():
         refuse(backends=("triton", "freekv"))
     with pytest.raises(Refusal, match="--page-size 32: SGLang insists on 128 here; use --page-size 128"):
         refuse(page_size=128)
+    refuse(cuda_graph_config=graphs("disabled"))
+    with pytest.raises(
+        Refusal, match="SGLang chooses --cuda-graph-backend-prefill full here, .*; use --cuda-graph-backend-prefill disabled"
+    ):
+        refuse(cuda_graph_config=graphs("full"))
 
 
 @pytest.mark.parametrize("known", [True, False])
