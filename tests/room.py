@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 SERVER_BYTES = 7 << 29  # 2.6 to 3.5 GiB were measured (the sum of its three processes' PSS)
 SPARE_BYTES = 1 << 30  # for clients, and what the tests themselves take
-DEADLINE_S = 900
+DEADLINE_S = 300
 LOCK = Path(__file__).resolve().parent.parent / ".out" / "servers.lock"
 
 
@@ -24,7 +25,8 @@ def available_bytes() -> int:
 
 @contextmanager
 def room_for(servers: int) -> Iterator[None]:
-    """Wait until there is room for so many more servers; within, nobody else starts one. Behind ``DEADLINE_S`` they are started anyway.
+    """Wait until there is room for so many more servers; within, nobody else starts one. Behind ``DEADLINE_S`` they are started anyway,
+    with a warning: the test run waits in vain for servers that its own part keeps.
 
     Leave it when they are ready, because a server takes its memory while it starts. Leave it later if more follow one another.
     """
@@ -34,6 +36,10 @@ def room_for(servers: int) -> Iterator[None]:
         begun = time.monotonic()
         while available_bytes() < servers * SERVER_BYTES + SPARE_BYTES and time.monotonic() - begun < DEADLINE_S:
             time.sleep(1)
+        if time.monotonic() - begun >= DEADLINE_S:
+            warnings.warn(
+                f"no room for {servers} servers in {DEADLINE_S} s; tests that use them and `fleet` belong in two files", stacklevel=3
+            )
         yield
 
 

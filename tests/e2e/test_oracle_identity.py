@@ -107,12 +107,12 @@ def test_other_settings(servers, oracle, name):
         assert all(0 < count < every_head for count in corrected)
 
 
-def test_contexts_below_the_limit_give_the_tokens_of_stock_sglang(servers, fleet):
+def test_contexts_below_the_limit_give_the_tokens_of_dense_attention(servers, oracle):
     limit, prompts = SETTINGS[IN_FULL].dense_below, prompts_of(seed=len(IN_FULL))
     assert any(len(prompt) < limit < len(prompt) + NEW_TOKENS for prompt in prompts)
     short = [prompt for prompt in prompts if SETTINGS[IN_FULL].budget < len(prompt) <= limit - NEW_TOKENS]
-    stock, ours = (server.generate_all(short, NEW_TOKENS) for server in (fleet.stock, servers[IN_FULL]))
-    assert len(short) > 1 and [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in stock]
+    dense, ours = [oracle.generate(prompt, NEW_TOKENS, None).tokens for prompt in short], servers[IN_FULL].generate_all(short, NEW_TOKENS)
+    assert len(short) > 1 and [answer["output_ids"] for answer in ours] == dense
     counts = [answer["meta_info"]["freekv"] for answer in ours]
     assert [each["attended_pages"] for each in counts] == [each["context_pages"] for each in counts]
 
