@@ -6,12 +6,12 @@ import gc
 import random
 import time
 from dataclasses import replace
-from functools import wraps
 from unittest import mock
 
 import pytest
 import torch
 
+from delays import DELAYS, delayed_streams
 from edges import (
     CONTROLS,
     merging_before_the_correction,
@@ -30,36 +30,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 STEPS, RUNS, PROMPTS = 17, 200, [64, 99, 150]
 FEW = PROMPTS[2:]  # of so few requests the next step is planned behind the attention
-DELAYS = {0: 60, 20_000: 20, 400_000: 18, 20_000_000: 2}  # cycles (2 in a nanosecond): how often in a hundred
-
-
-class DelayedStream(CudaStream):
-    """Delays at random the computation, and what is submitted before and after its work: by more than the host needs for a step."""
-
-    def __init__(self, generator: random.Random) -> None:
-        super().__init__("cuda")
-        self.random = generator
-
-    def delay(self) -> None:
-        (cycles,) = self.random.choices(list(DELAYS), DELAYS.values())
-        if cycles:  # no kernel between two of which one follows the other closely
-            torch.cuda._sleep(cycles)
-
-    def submit(self, work, behind=None):
-        @wraps(work)
-        def delayed() -> None:
-            self.delay()
-            work()
-            self.delay()
-
-        handle = super().submit(delayed, behind)
-        self.delay()
-        return handle
-
-
-def delayed_streams(seed: int):
-    generator = random.Random(seed)
-    return lambda: DelayedStream(generator)
 
 
 def cuda_stream() -> CudaStream:
