@@ -109,7 +109,7 @@ RESOLVED_RULES = (
         "--kv-retrieval {c.method}: SGLang insists on the attention backends {backends} here; use --kv-retrieval none",
     ),
     Rule(
-        lambda s, m, c: s.cuda_graph_config.prefill.backend not in ("breakable", "disabled"),
+        lambda s, m, c: s.cuda_graph_config and s.cuda_graph_config.prefill.backend not in ("breakable", "disabled"),  # the doctor has none
         "--kv-retrieval {c.method}: SGLang chooses --cuda-graph-backend-prefill {s.cuda_graph_config.prefill.backend} here, and FreeKV's "
         "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
     ),
