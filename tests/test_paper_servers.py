@@ -265,6 +265,22 @@ def test_a_server_may_start_for_longer_than_a_part_takes():
         Clock(0.5, 5).left_to_start()
 
 
+def test_the_first_token_of_a_hit_is_the_median_of_several_passes():
+    sent = []
+
+    def stream_all(prompts, tokens, *others):
+        sent.append(tokens)
+        return [stream(0.1 * len(sent), 0.01, tokens=tokens, cached=512) for _ in prompts]
+
+    server = SimpleNamespace(setup=crossover.DRY_RUN, system="stock", stream_all=stream_all, set_load=lambda load: None)
+    server.logged, server.retractions = lambda: "", lambda begins: 0
+    facts = {"freekv": None, "max_total_num_tokens": 1 << 20}
+    found = crossover.measure(server, Cell(8192, 2, "hit"), USUAL, facts, 64, 8, 60)
+    assert sent == [8, *[2] * crossover.HIT_PASSES, 64]
+    assert found["ttft_s"]["repeats"] == 2 * (crossover.HIT_PASSES + 1)  # the first pass fills the tree
+    assert found["ttft_s"]["median"] == pytest.approx(0.6) and found["ttft_s"]["max"] == pytest.approx(1.0)
+
+
 def test_a_prompt_without_room_is_a_result():
     server = SimpleNamespace(setup=LLAMA, system="stock")
     found = crossover.measure(server, Cell(131072, 4, "cold"), USUAL, {"freekv": None, "max_total_num_tokens": 131072}, 256, 8, 60)

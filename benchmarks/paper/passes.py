@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from benchmarks.report import summary
@@ -21,8 +22,10 @@ def together(streams: list[Stream]) -> list[list[Stream]]:
     return [group for group, _ in sorted(slices, key=lambda item: (len(item[0]), item[1]), reverse=True) if group]
 
 
-def figures_of(streams: list[Stream]) -> dict:
+def figures_of(streams: list[Stream], firsts: Sequence[float] = ()) -> dict:
     """Times and rates of a pass, in seconds and output tokens per second; ``window_requests`` are those that the TPOT is of.
+
+    ``firsts`` are times to the first token of other passes over the same prompts.
 
     Raises:
         ValueError: no window is long enough for a time per token.
@@ -41,7 +44,7 @@ def figures_of(streams: list[Stream]) -> dict:
         "decoding_tokens_per_s": len(group) / decoding["tpot_s"],
         "tokens_per_s": sum(stream.arrivals[-1][1] for stream in streams) / seconds,
         "seconds": seconds,
-        "ttft_s": summary(stream.ttft for stream in streams),
+        "ttft_s": summary((*firsts, *(stream.ttft for stream in streams))),
     }
 
 

@@ -31,7 +31,7 @@ TOLD = {
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
 } | {
     title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has the "
-    "faster backend of FlashAttention 3 and FlashInfer in the same run, for TPOT and for TTFT; the last column names it."
+    "faster backend of FlashAttention 3 and FlashInfer in the same run, for TPOT and for TTFT; the last column names it. Prefills replayed no CUDA graphs yet, so hits take less by now."
     for title, load in crossover.UNDER.items()
 }
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
@@ -42,7 +42,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
     section.add(
         "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
         "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
-        "at once. TTFT is the median of a cell. *Tokens/s* counts the whole cell, with prefill and waiting."
+        "at once. TTFT is the median of a cell, whose prompts were sent once. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
     for title, pair in crossover.PAIRS.items():
         rows = [row for row in compared(section.results, *pair) if row.ours or title not in crossover.UNDER]
