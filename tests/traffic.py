@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine import CONFIGS, DIM, GROUP, HEADS, LAYERS, SCALE, Engine, Request, attend, choose, expected_step
+from residency_watch import Watch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import CORRECTED, RECALLED
 from sglang_freekv.memory_pool.transfer import InlineStream
@@ -60,10 +61,11 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.size = self.config.page_size
         self.engine = Server(self.config, [], 0, self.stream, resident=self.resident)
-        self.engine.used_rows = lambda: {request.row for request in self.running}
+        self.engine.used_rows = lambda: {request.row for request in self.running if self.engine.owners.get(request.row) is request}
         self.engine.may_extend_in_place = lambda: len(self.free_pages) % 3 > 0
         self.engine.held_pages = lambda: len({page for request in self.running for page in request.pages})
         self.retrieval = self.engine.retrieval
+        self.watch = Watch(self.engine, self.saw)
         self.sabotage()
         self.free_pages = self.engine.free_pages[: POOL_TOKENS // self.size].tolist()
         self.all_pages = sorted(self.free_pages)
@@ -72,6 +74,8 @@ class Traffic(RuleBasedStateMachine):
         self.retracted: list[Request] = []
         self.tree: list[Cached] = []
         self.corrected: dict[int, int] = {}  # of a row since its last extend; a row without an entry is yet to be seeded
+        self.sources: dict[int, tuple[Request, int]] = {}  # of a row: whose text its own begins with, and for how many pages
+        self.filled: dict[int, tuple[int, int]] = {}  # of a row: the pages that its last extend filled, until they are the tree's
         self.at_rest = True
         self.padding = Request(0, 1, 0, [], self.engine.generator)
         for tensor in (self.padding.q, self.padding.k, self.padding.v):
@@ -81,6 +85,11 @@ class Traffic(RuleBasedStateMachine):
         """Break the engine, for a test of this test."""
 
     # Where requests are, and whose pages are whose.
+
+    @property
+    def most_alike(self) -> int:
+        """Pages of a prompt that is computed again. With another page its request stays whole."""
+        return min(self.config.whole_pages - 1, LONGEST_PROMPT // self.size)
 
     @property
     def waiting(self) -> list[Request]:
@@ -106,6 +115,15 @@ class Traffic(RuleBasedStateMachine):
         request.pages.extend(self.free_pages.pop() for _ in range(need))
         return True
 
+    def request(self, prompt: int, alike: Cached | None, pages: int) -> Request:
+        """One whose text begins like another, as far as that one's first ``pages`` go."""
+        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator)
+        if alike is not None:
+            known = min(len(alike.pages[:pages]) * self.size, request.total)
+            for ours, theirs in zip((request.q, request.k, request.v), (alike.text.q, alike.text.k, alike.text.v)):
+                ours[:, :known] = theirs[:, :known]
+        return request
+
     def start(self, request: Request, pages: list[int]) -> None:
         """Give it a row, the one freed last, and the pages of a prefix, at least a token short of its prompt."""
         request.pages = pages[: (request.prompt - 1) // self.size]
@@ -113,7 +131,34 @@ class Traffic(RuleBasedStateMachine):
         request.row = self.free_rows.pop()
         request.speculative = {}
         self.running.append(request)
+        for known in (self.sources, self.filled):
+            known.pop(request.row, None)
         self.saw["prefix pages"] += len(request.pages)
+
+    def prompts(self) -> list[Cached]:
+        """What the tree has of running requests."""
+        return [Cached(request, request.pages[: min(request.tokens, request.prompt) // self.size]) for request in self.running]
+
+    def count_absent(self, entry: Cached) -> int:
+        """Of the pages that may be computed again."""
+        return int((self.retrieval.store.frames.tables.frame_of[entry.pages[: self.most_alike]] < 0).sum())
+
+    def insert(self, request: Request, *, ahead: bool = False) -> None:
+        """Put what the request's last extend filled into the tree. Pages that the tree has of the same text replace the request's own.
+
+        SGLang does so before the request's next pass; with ``ahead`` that may have been launched already.
+        """
+        now, extended = self.engine.residency.frames.now, self.engine.residency.extended
+        if request.row not in self.filled or (ahead and now == extended and len(self.free_pages) % 2):
+            return
+        (first, last), (text, alike) = self.filled.pop(request.row), self.sources.get(request.row, (request, 0))
+        found = next((entry.pages for entry in (*self.tree, *self.prompts()) if entry.text is text), [])[first : min(last, alike)]
+        if ahead and now > extended + 1:  # SGLang would have had the row in a step before
+            return
+        own, request.pages[first : first + len(found)] = request.pages[first : first + len(found)], found
+        self.engine.req_to_token[request.row, : len(request.pages) * self.size : self.size] = torch.tensor(request.pages) * self.size
+        self.saw["replaced pages"] += len(set(own).difference(found))
+        self.reclaim(own)
 
     # Forward passes.
 
@@ -121,6 +166,7 @@ class Traffic(RuleBasedStateMachine):
         """Extend each to the end of its prompt, or by ``chunk`` tokens in whole pages; 0 leaves it waiting."""
         spans = []
         for request in requests if chunk else ():
+            self.insert(request)
             end = min(request.prompt, request.tokens + max(1, chunk // self.size) * self.size)
             if self.grow(request, end):
                 spans.append((request, request.tokens, end))
@@ -129,21 +175,29 @@ class Traffic(RuleBasedStateMachine):
         self.at_rest = False
         self.saw["extended tokens"] += sum(end - start for _, start, end in spans)
         before = self.engine.in_place
-        outputs = self.engine.extend([request for request, _, _ in spans], [end for _, _, end in spans])
+        with self.watch:
+            outputs = self.engine.extend([request for request, _, _ in spans], [end for _, _, end in spans])
         self.saw["extends in place" if self.engine.in_place > before else "staged extends"] += 1
         for layer, output in enumerate(outputs):
             for (request, start, end), part in zip(spans, output.split([end - start for _, start, end in spans])):
                 torch.testing.assert_close(part, causal(request, layer, start, end), **TOLERANCE)
         self.corrected.update({request.row: 0 for request, _, _ in spans})
+        self.filled.update({request.row: (start // self.size, end // self.size) for request, start, end in spans})
 
     def decode(self, requests: list[Request], padded: bool) -> None:
         """One token of each, unless there is no page for it."""
-        batch = [request for request in requests if self.grow(request, request.tokens + 1)]
+        batch = []
+        for request in requests:
+            if self.grow(request, request.tokens + 1):
+                self.insert(request, ahead=True)
+                batch.append(request)
         if not batch:
             return
         self.at_rest, self.padding.tokens = False, 0
         self.saw["decoded tokens"] += len(batch)
-        for layer, output in enumerate(self.engine.decode(batch + [self.padding] * padded)):
+        with self.watch:
+            outputs = self.engine.decode(batch + [self.padding] * padded)
+        for layer, output in enumerate(outputs):
             assert not output[len(batch) :].any()
             for request, actual in zip(batch, output):
                 self.check_output(request, layer, actual.view(HEADS * GROUP, DIM))
@@ -160,15 +214,39 @@ class Traffic(RuleBasedStateMachine):
     def admit(self, prompt: int, source: int, shared: int, chunk: int) -> None:
         """A fresh request, or one that begins like one that the tree knows."""
         self.ran["admit"] += 1
-        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator)
-        prompts = [Cached(other, other.pages[: min(other.tokens, other.prompt) // self.size]) for other in self.running]
-        found = dict(enumerate((*self.tree[::-1], *prompts))).get(source, Cached(request, []))
-        pages = found.pages[:shared]
-        known = min(len(pages) * self.size, request.total)
-        for ours, theirs in zip((request.q, request.k, request.v), (found.text.q, found.text.k, found.text.v)):
-            ours[:, :known] = theirs[:, :known]
-        self.start(request, pages)
+        found = dict(enumerate((*self.tree[::-1], *self.prompts()))).get(source)
+        request = self.request(prompt, found, shared)
+        self.start(request, found.pages[:shared] if found else [])
         self.extend_by([request], chunk)
+
+    @precondition(lambda self: self.free_rows and self.tree)
+    @rule(
+        known=st.sampled_from((2, 5, LONGEST_PROMPT)),
+        matched=st.sampled_from((0, 0, 3)),
+        chunk=st.sampled_from((12, LONGEST_PROMPT)),
+        steps=st.integers(1, 3),
+    )
+    def compute_again(self, known: int, matched: int, chunk: int, steps: int) -> None:
+        """A request computes what the tree gets from another one meanwhile, of which it matched a part."""
+        self.ran["compute again"] += 1
+        found = max(self.tree, key=self.count_absent)
+        alike = min(known, len(found.pages), self.most_alike)
+        request = self.request(alike * self.size + 1, found, alike)
+        self.start(request, found.pages[: min(matched, alike)])
+        self.sources[request.row] = found.text, alike
+        self.extend_by([request], chunk)
+        for _ in range(steps if request.tokens == request.prompt else 0):
+            self.decode(self.ready, padded=False)
+
+    @precondition(lambda self: len(self.free_rows) > 1)
+    @rule()
+    def rush(self) -> None:
+        """Long prompts come to all rows at once."""
+        self.ran["rush"] += 1
+        requests = [self.request(LONGEST_PROMPT, None, 0) for _ in self.free_rows]
+        for request in requests:
+            self.start(request, [])
+        self.extend_by(requests, LONGEST_PROMPT)
 
     @precondition(lambda self: self.waiting)
     @rule(order=some_requests, chunk=chunks)
@@ -180,7 +258,9 @@ class Traffic(RuleBasedStateMachine):
     @rule(order=some_requests, padded=st.booleans())
     def decode_some(self, order: list[int], padded: bool) -> None:
         self.ran["decode some"] += 1
-        self.decode([self.ready[index] for index in order if index < len(self.ready)] or self.ready[-1:], padded)
+        chosen = [self.ready[index] for index in order if index < len(self.ready)] or self.ready[-1:]
+        rows = {request.row for request in chosen}
+        self.decode(chosen + [request for request in self.ready if request.row in self.filled.keys() - rows], padded)
 
     @precondition(lambda self: self.ready)
     @rule(steps=st.integers(1, 5))
