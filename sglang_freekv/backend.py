@@ -19,6 +19,7 @@ from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.rehearsal import compile_all
 from sglang_freekv.residency import Residency
+from sglang_freekv.seeding import captured
 
 
 class FreeKVAttnBackend(AttentionBackend):
@@ -42,7 +43,9 @@ class FreeKVAttnBackend(AttentionBackend):
         pool = self.token_to_kv_pool
         self.residency = Residency(pool.store.frames, self.req_to_token_pool.req_to_token, pool.config.whole_pages)
         self.token_to_kv_pool.residency = self.residency
-        _check_layers(list(_attention_layers(model_runner.model)), self.token_to_kv_pool)
+        layers = sorted(_attention_layers(model_runner.model), key=lambda layer: layer.layer_id)
+        _check_layers(layers, self.token_to_kv_pool)
+        self.scales = [layer.scaling for layer in layers if layer.layer_id in pool.retrieval_index]
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
         self.batch: DecodeBatch | None = None
@@ -95,6 +98,7 @@ class FreeKVAttnBackend(AttentionBackend):
         device = self.req_to_token_pool.req_to_token.device
         self.page_table = torch.zeros((max_bs, self._most_pages), dtype=torch.int32, device=device)
         self.frames = torch.full_like(self.page_table, -1)
+        self.retrieval.seed_together(self.scales, self.token_to_kv_pool.num_rows, self._most_pages, captured)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()

@@ -8,6 +8,7 @@ recalled beside the next layer. ``schedule.SCHEDULE`` has the works and their st
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,10 +19,18 @@ from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.engine import Engine
 from sglang_freekv.extend_plan import ExtendPlan
 from sglang_freekv.memory_pool.prefix_stream import PrefixStream
+from sglang_freekv.seeding import Seeding, Work
 
 
 class Retrieval(Engine):
     """The retrieval engine of one model, whose arguments are those of ``Engine``."""
+
+    seeding: Seeding | None = None  # of extends in place, if all layers are to be seeded together
+
+    def seed_together(self, scales: Sequence[float], requests: int, pages: int, record: Callable[[Work], Work]) -> None:
+        """Seed all layers of an extend in place together from now on. Arguments are as of ``Seeding``."""
+        previous_queries = [layer.previous_queries for layer in self.cache.layers]
+        self.seeding = Seeding(self.start_rows, previous_queries, scales, requests, pages, record)
 
     def decode(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
@@ -104,11 +113,18 @@ class Retrieval(Engine):
     def _seed(
         self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context: tuple[torch.Tensor, torch.Tensor], scale: float
     ) -> None:
-        """Fill the rows with the pages of the first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""
-        cache = self.cache.layers[layer]
+        """Start the rows anew. Staged pages are copied to the slots; in place no slot is wanted, because every page has a frame."""
+        together = self.seeding if batch.in_place and self.seeding is not None and self.seeding.takes(batch) else None
+        if together is None:
+            self.start_rows(layer, queries, batch, scale)
+        elif layer == len(self.in_flight) - 1:
+            self.in_flight[layer].append(self.streams.selection.submit(partial(together.run, batch)))
+        if batch.context_starts is not None:
+            cache, lying = self.cache.layers[layer], (*context, batch.context_starts, batch.rows, batch.seq_lens)
+            kernels.fill_pages(*lying, cache.tables, keys=cache.keys, values=cache.values)
+
+    def start_rows(self, layer: int, queries: torch.Tensor, batch: DecodeBatch, scale: float) -> None:
+        """Let the rows attend to the pages of their first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""
         logits = self.policy.digests.score(queries, self.digests.layers[layer], batch, scale)
         logits = self.policy.adjust(layer, logits, None, partial(self.standing, layer, batch, logits))
-        kernels.seed_slots(self.candidates(logits, batch), cache.tables)
-        if batch.context_starts is not None:  # in place no slot is wanted: every page has a frame
-            lying = *context, batch.context_starts, batch.rows, batch.seq_lens
-            kernels.fill_pages(*lying, cache.tables, keys=cache.keys, values=cache.values)
+        kernels.seed_slots(self.candidates(logits, batch), self.cache.layers[layer].tables)

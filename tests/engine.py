@@ -21,9 +21,11 @@ from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.residency import Residency
 from sglang_freekv.retrieval import Retrieval
+from sglang_freekv.seeding import captured
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 3, 16
 SCALE = 0.4  # of attention logits; some models have another than one over the root of DIM
+LARGEST_SEEDED, MOST_PAGES = 4, 256  # an extend in place of at most so many requests is seeded in all layers together
 
 
 @dataclass
@@ -133,6 +135,8 @@ class Engine:
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
         self.retrieval = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
+        record = (lambda work: work) if device == "cpu" else captured
+        self.retrieval.seed_together([SCALE] * LAYERS, LARGEST_SEEDED, MOST_PAGES, record)
         self.planner = ExtendPlanner(streams.transfers, config.page_size)
         self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
         self.residency, self.in_place = Residency(store.frames, self.req_to_token, config.whole_pages), 0  # extends in place so far

@@ -83,7 +83,7 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
 @pytest.mark.parametrize("device, compiled", [("cuda", [("engine", "table", 5, 16)]), ("cpu", [])])
 def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled):
     pool = object.__new__(FreeKVPool)
-    pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None}
+    pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None, "retrieval_index": {1: 0}}
     pool.config = FreeKVConfig()
     pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32, num_frames=200, num_slots=64, is_resident=True))
     runner = SimpleNamespace(

@@ -15,7 +15,7 @@ LAYERS = (  # a module imports from its own line and from those above
     ("__init__", "architectures", "methods", "config", "layers"),
     ("kernels", "batch", "counts", "flag", "metrics"),
     ("lending", "memory_pool"),
-    ("digests", "extend_plan", "options", "policy", "residency", "schedule"),
+    ("digests", "extend_plan", "options", "policy", "residency", "schedule", "seeding"),
     ("engine", "decode_step", "retrieval"),
     ("rehearsal",),
     ("releases",),
