@@ -19,8 +19,6 @@ from benchmarks.needle import tasks
 from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
-pytestmark = pytest.mark.both_releases
-
 PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
 WAITING_S, RUNNING_S, ARRIVAL_S, MOST_ARRIVALS = 1, 10, 0.75, 96
 ENVIRONMENT = {
@@ -42,6 +40,7 @@ SERVERS = {  # name -> budget, tau, rows, environment
 }
 PREEMPTING = "corrected"  # its requests go before others by priority
 ONE_BY_ONE = "retracting"  # its log tells how many tokens of each request are prefilled
+ON_BOTH_RELEASES = "retracting"  # a server for each release and kind would take the test run ten minutes more
 HIGH_PRIORITY, SHORT = 100, 50
 
 
@@ -201,7 +200,13 @@ def test_whoever_is_preempted_resumes_and_loses_no_token(served, prompts):
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(
-    ("served", "state"), [(where.server, state) for state, where in STATES.items()], indirect=["served"], scope="module"
+    ("served", "state"),
+    [
+        pytest.param(where.server, state, marks=pytest.mark.both_releases if where.server == ON_BOTH_RELEASES else ())
+        for state, where in STATES.items()
+    ],
+    indirect=["served"],
+    scope="module",
 )
 def test_a_request_that_ends_early_leaves_nothing(served, prompts, shared_prefix, state, how):
     """Of sixteen requests some are ended early: the others, and those that come after, are answered as ever."""
@@ -234,7 +239,8 @@ def test_a_request_that_ends_early_leaves_nothing(served, prompts, shared_prefix
     assert_only_the_tree_holds_pages(server)
 
 
-@served_by("retracting")
+@pytest.mark.both_releases
+@served_by(ON_BOTH_RELEASES)
 def test_retraction_loses_no_token_and_computes_no_page_twice(served, prompts):
     server, oracle, prompts = served.server, Oracle(NEEDLE_MODEL), prompts[:8]
     server.flush()

@@ -25,8 +25,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from serving import NEEDLE_MODEL, freekv
 
-pytestmark = pytest.mark.both_releases
-
 
 class OnTheFleet(unittest.TestCase):
     """A kit's mixin finds its server in ``base_url`` and ``process``."""
