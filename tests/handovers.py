@@ -32,7 +32,8 @@ class Late:
 
 
 def names(work: Callable[[], None]) -> str:
-    return f"{work.__qualname__} {work.__name__}"
+    function = getattr(work, "func", work)  # of a partial
+    return f"{function.__qualname__} {function.__name__}"
 
 
 class Hands(Engine):
@@ -129,6 +130,15 @@ def a_table_gets_absent_pages(engine: Hands) -> None:
     engine.step(whole)
 
 
+def a_step_follows_an_extend_in_place(engine: Hands) -> None:
+    """A whole request is seeded in all layers together, behind the last one."""
+    request = engine.come(SHORT, row=1)
+    engine.late.arm()
+    engine.prefill(request)
+    engine.step(request)
+    engine.step(request)
+
+
 def staged_pages_are_kept(engine: Hands) -> None:
     """A whole request is staged, and its pages get frames."""
     engine.may_extend_in_place = lambda: False
@@ -200,7 +210,7 @@ class Handover(NamedTuple):
         return Hands(lambda: stream(late), self.lendable, late, device)
 
 
-OFFLOAD, RECALL = "Retrieval.extend.<locals>.<lambda>", "recall_ahead"
+OFFLOAD, RECALL, SEED = "Retrieval.extend.<locals>.<lambda>", "recall_ahead", "Seeding.run"
 FEW, MORE, LAST = 14, 36, LAYERS - 1  # frames: one request fits; a whole one, the pages of another, and slots
 HANDOVERS = {
     "recall ahead to slots": Handover(slots_become_frames, FEW, RECALL, LAST, without_waiting_for(RECALL)),
@@ -210,6 +220,7 @@ HANDOVERS = {
     ),
     "offload of pages that refill": Handover(a_table_gets_absent_pages, MORE, OFFLOAD, LAST, without_waiting_for(OFFLOAD)),
     "refill": Handover(a_table_gets_absent_pages, MORE, refilling_beside_the_step.__name__, 0, refilling_beside_the_step),
+    "seeding in place": Handover(a_step_follows_an_extend_in_place, FEW, SEED, 0, without_waiting_for(SEED)),
     "staged pages to frames": Handover(
         staged_pages_are_kept, FEW, keeping_pages_beside_the_extend.__name__, 0, keeping_pages_beside_the_extend
     ),
