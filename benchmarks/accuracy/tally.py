@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks.accuracy.method import Prompt, Trace
 
-FIELDS = ("attended", "fetched", "corrected", "similarity")
+FIELDS = ("attended", "fetched", "corrected", "similarity", "selected", "mass")
 DIGITS = 5
 
 

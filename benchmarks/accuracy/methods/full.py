@@ -29,5 +29,5 @@ class FullCache:
 
     def attend(self, step: Step) -> torch.Tensor:
         self.kept.append(step.key, step.value)
-        self.trace = counted(step.key, self.kept.count)
+        self.trace = counted(step.key, self.kept.count, torch.ones(1, dtype=torch.bool, device=step.key.device))
         return output(weights(step.query, self.kept.keys, self.scale), self.kept.values)

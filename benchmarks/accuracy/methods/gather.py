@@ -14,9 +14,14 @@ from benchmarks.accuracy.method import Prompt, Trace
 LOGITS = 1 << 25  # in memory at a time
 
 
-def counted(key: torch.Tensor, tokens: int) -> Trace:
-    """Of a step with this key ``[B, H, D]``, in which every kv head read so many tokens."""
-    return Trace(torch.full(key.shape[:2], tokens, device=key.device))
+def counted(key: torch.Tensor, tokens: int, read: torch.Tensor) -> Trace:
+    """Of a step with this key ``[B, H, D]``, in which every kv head read so many tokens, and these."""
+    return Trace(torch.full(key.shape[:2], tokens, device=key.device), read=read)
+
+
+def marked(tokens: torch.Tensor, n: int) -> torch.Tensor:
+    """``[B, H, n] bool`` of token numbers ``[B, H, N]``; the number n stands for none."""
+    return torch.zeros(*tokens.shape[:2], n + 1, dtype=torch.bool, device=tokens.device).scatter_(-1, tokens, True)[..., :n]
 
 
 def pick(tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
-from .gather import Kept, counted, output, pick, prompt_weights, weights
+from .gather import Kept, counted, marked, output, pick, prompt_weights, weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class H2OCache:
         self.positions = self.positions.scatter(-1, slots, step.position)
         paid = weights(step.query, self.kept.keys, self.scale)
         self.heaviness = self.heaviness.scatter(-1, slots, 0.0) + paid.mean(2)
-        self.trace = counted(step.key, self.kept.count)
+        self.trace = counted(step.key, self.kept.count, marked(self.positions, step.position + 1))
         return output(paid, self.kept.values)
 
 

@@ -6,14 +6,14 @@ Letters as in ``method``; N tokens or P pages of a kv head, the same number for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
-from .gather import Growing, Kept, output, pick, weights
+from .gather import Growing, Kept, marked, output, pick, weights
 
 Digest = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -81,11 +81,10 @@ class Reader:
 
     def _record(self, tokens: torch.Tensor, valid: torch.Tensor | None) -> Trace:
         n = self.context.count
-        marked = torch.zeros(*tokens.shape[:2], n + 1, dtype=torch.bool, device=tokens.device)
-        read = marked.scatter_(-1, tokens if valid is None else tokens.where(valid, n), True)[..., :n]
+        read = marked(tokens if valid is None else tokens.where(valid, n), n)
         fetched = (read[..., : n - 1] & ~self._read).sum(-1)
         self._read = read
-        return Trace(read.sum(-1), fetched)
+        return Trace(read.sum(-1), fetched, read=read)
 
 
 def grouped(query: torch.Tensor, heads: int) -> torch.Tensor:
@@ -200,7 +199,8 @@ class Pages:
         size = self.layout.page
         pinned = self.layout.pinned(self.context.count, pages.device).expand(*pages.shape[:2], -1)
         chosen = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(2)
-        return self._reader.attend(query, torch.cat((pinned, chosen), dim=-1))
+        attended, trace = self._reader.attend(query, torch.cat((pinned, chosen), dim=-1))
+        return attended, replace(trace, selected=torch.full_like(trace.attended, chosen.shape[-1]))
 
 
 class Blocking:

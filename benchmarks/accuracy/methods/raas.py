@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
-from .gather import counted, output, pick, weights
+from .gather import counted, marked, output, pick, weights
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class RaaSCache:
         self.used = max(0, -(-(kept.shape[-1] - fixed - held) // page))
         self.recent = kept.shape[-1] - fixed - self.used * page
         self.keys, self.values = (self._laid_out(pick(each, kept)) for each in (prompt.keys, prompt.values))
+        self.positions = self._laid_out(kept[..., None])
         self.fixed_digests, self.digests = digests(self.keys[:, :, :fixed], page), digests(self.keys[:, :, fixed : self.edge], page)
         self.came = pages  # so many pages so far, which numbers them
         self.numbers = torch.arange(pages, device=device).repeat(*kept.shape[:2], 1)
@@ -81,13 +82,14 @@ class RaaSCache:
         if self.recent == self.held:
             self._page_out(step.position)
         slot = self.edge + self.recent
-        self.keys[:, :, slot], self.values[:, :, slot] = step.key, step.value
+        self.keys[:, :, slot], self.values[:, :, slot], self.positions[:, :, slot] = step.key, step.value, step.position
         self.recent += 1
         hidden = torch.full(self.keys.shape[2:3], -torch.inf, device=step.key.device)
         hidden[: self.fixed + self.used * self.page] = hidden[self.edge : slot + 1] = 0
         paid = weights(step.query, self.keys, self.scale, hidden)
         self._stamp(step)
-        self.trace = counted(step.key, self.fixed + self.used * self.page + self.recent)
+        n, there = step.position + 1, self.positions[..., 0].masked_fill(hidden < 0, step.position + 1)
+        self.trace = counted(step.key, self.fixed + self.used * self.page + self.recent, marked(there, n))
         return output(paid, self.values)
 
     def _laid_out(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -106,7 +108,7 @@ class RaaSCache:
             place = (self.stamps * self.came + self.numbers).argmin(-1, keepdim=True)
         leaving = self.keys[:, :, self.edge : self.edge + self.page]
         self.digests.scatter_(2, place[..., None, None].expand(-1, -1, -1, 2, leaving.shape[-1]), digests(leaving, self.page))
-        for tensor in (self.keys, self.values):
+        for tensor in (self.keys, self.values, self.positions):
             paged, recent = tensor[:, :, self.fixed : self.edge].unflatten(2, (self.pages, self.page)), tensor[:, :, self.edge :]
             new = recent[:, :, None, : self.page]
             paged.scatter_(2, place[..., None, None].expand_as(new), new)

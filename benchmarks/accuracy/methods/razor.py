@@ -64,7 +64,10 @@ class RazorCache:
                 query = queries[:, chosen].flatten(1, 2)
                 result, attended[:, chosen] = attend(query, step.key[:, chosen], step.value[:, chosen])
                 out[:, chosen] = result.unflatten(1, (len(chosen), -1))
-        self.trace = Trace(attended)
+        tokens = torch.arange(step.position + 1, device=step.key.device)
+        read = torch.ones(heads, len(tokens), dtype=torch.bool, device=step.key.device)
+        read[self.near] = (tokens < self.local.sink) | (tokens > step.position + self.local.sink - self.local.count)
+        self.trace = Trace(attended, read=read)
         return out.flatten(1, 2)
 
     def _attend_to_all(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, int]:

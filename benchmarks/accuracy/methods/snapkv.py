@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
-from .gather import Kept, counted, output, pick, prompt_weights, weights
+from .gather import Kept, counted, marked, output, pick, prompt_weights, weights
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,18 @@ class SnapCache:
     def __init__(self, prompt: Prompt, total: int, settings: SnapKV) -> None:
         keys, values, self.scale = prompt.keys, prompt.values, prompt.scale
         prefix = keys.shape[2] - settings.observed
+        self.read = torch.ones(1, dtype=torch.bool, device=keys.device).expand(keys.shape[:3])  # of the prompt
         if keys.shape[2] > total:
             # sorted, not topk: maxima make neighbours equal, and of equals the first in the text is kept
             chosen = scores(prompt, settings).sort(descending=True, stable=True).indices[..., : total - settings.observed]
+            self.read = F.pad(marked(chosen, prefix), (0, settings.observed), value=True)
             keys, values = (torch.cat((pick(each, chosen), each[:, :, prefix:]), dim=2) for each in (keys, values))
         self.kept = Kept(keys, values)
         self.trace: Trace | None = None
 
     def attend(self, step: Step) -> torch.Tensor:
         self.kept.append(step.key, step.value)
-        self.trace = counted(step.key, self.kept.count)
+        self.trace = counted(step.key, self.kept.count, F.pad(self.read, (0, step.position + 1 - self.read.shape[-1]), value=True))
         return output(weights(step.query, self.kept.keys, self.scale), self.kept.values)
 
 

@@ -47,7 +47,9 @@ class StreamingCache:
         if self.reindexed:
             query = self._turn(query, self.kept.count - 1)
             keys = self.rotate(keys, self.kept.ranks().expand(keys.shape[:3]))
-        self.trace = counted(step.key, self.kept.count)
+        tokens = torch.arange(step.position + 1, device=keys.device)
+        read = (tokens < self.kept.sink) | (tokens > step.position + self.kept.sink - self.kept.count)
+        self.trace = counted(step.key, self.kept.count, read)
         return output(weights(query, keys, self.scale), self.kept.values)
 
     def _turn(self, heads: torch.Tensor, by: int) -> torch.Tensor:
