@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint taken apart: dense prefill once for B prompts, then greedy decoding with a method in every layer.
+"""A Hugging Face checkpoint taken apart: dense prefill once for B prompts, then decoding with a method in every layer.
 
     model = OfflineModel("benchmarks/needle/model")
     prefilled = model.prefill(token_ids)
@@ -9,13 +9,13 @@ The decoder layers' own modules do all but attention. The first token of an answ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from benchmarks.accuracy.method import Budget, Method, Prompt, Step
 from benchmarks.accuracy.tally import Tally
@@ -111,7 +111,7 @@ class OfflineModel:
             hidden = self._behind_attention(layer, hidden, attended)
             kept = query if queries is None or queries >= query.shape[2] else query[:, :, -max(1, queries) :].clone()
             prompts.append(Prompt(kept, keys, values, plain_keys, self.rotate, self.scale, number, self.layers))
-        return Prefilled(prompts, self._greedy(hidden[:, -1]))
+        return Prefilled(prompts, self._logits(hidden[:, -1]).argmax(dim=-1))
 
     @torch.no_grad()
     def decode(
@@ -141,13 +141,42 @@ class OfflineModel:
             alive = [sequence[-1] not in stop_tokens for sequence in tokens]
             if not any(alive):
                 break
-            fed = self._step(fed, position, caches, torch.tensor(alive, device=self.device), tally)
+            fed = self._step(fed, position, caches, torch.tensor(alive, device=self.device), tally).argmax(dim=-1)
             for sequence, token, goes_on in zip(tokens, fed.tolist(), alive):
                 sequence += [token] * goes_on
         return tokens
 
+    @torch.no_grad()
+    def follow(
+        self, prefilled: Prefilled, methods: Sequence[Method], budget: Budget, token_ids: torch.Tensor, tally: Tally | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Continue B prompts by given tokens ``[B, N]``, whatever the model would have said (teacher forcing).
+
+        Args:
+            methods: one for each layer.
+            tally: takes what the layers did from the second step on; the first one reads what no step read before it.
+
+        Yields:
+            ``[B, V] float32`` logits behind each token.
+        """
+        caches = [method.begin(prompt, budget) for method, prompt in zip(methods, prefilled.prompts, strict=True)]
+        token_ids = token_ids.to(self.device)
+        if tally is not None:
+            tally.begin(prefilled.prompts)
+        for number, fed in enumerate(token_ids.unbind(1)):
+            counted = torch.full_like(fed, number > 0, dtype=torch.bool)
+            yield self._step(fed, prefilled.tokens + number, caches, counted, tally)
+
+    @torch.no_grad()
+    def dense_logits(self, prefilled: Prefilled, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[B, N, V] float32`` behind each of ``[B, N]`` tokens that follow B prompts, by the model as transformers runs it."""
+        cache = DynamicCache()
+        for layer, prompt in enumerate(prefilled.prompts):
+            cache.update(prompt.keys, prompt.values, layer)
+        return self.model(token_ids.to(self.device), past_key_values=cache).logits.float()
+
     def _step(self, fed: torch.Tensor, position: int, caches: list, alive: torch.Tensor, tally: Tally | None) -> torch.Tensor:
-        """One token further: ``[B]`` tokens, to the next ones."""
+        """One token further: ``[B]`` tokens, to the logits ``[B, V]`` of the next ones."""
         before = hidden = self.decoder.embed_tokens(fed)[:, None]  # what entered the layer before, and this one
         for number, (layer, cache) in enumerate(zip(self.decoder.layers, caches)):
             query, plain_key, value = self._project(layer, hidden)
@@ -160,7 +189,7 @@ class OfflineModel:
             before, hidden = hidden, self._behind_attention(layer, hidden, output[:, :, None].to(hidden.dtype))
             if tally is not None:
                 tally.add(number, step.query, cache.trace, alive)
-        return self._greedy(hidden[:, 0])
+        return self._logits(hidden[:, 0])
 
     def _heads(self, projected: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
         """``[B, N, heads * D]`` to ``[B, heads, N, D]``."""
@@ -181,6 +210,6 @@ class OfflineModel:
         hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
-    def _greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[B]`` tokens of the last layer's output ``[B, hidden]``."""
-        return self.model.lm_head(self.decoder.norm(hidden)).float().argmax(dim=-1)
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, V] float32`` of the last layer's output ``[B, hidden]``."""
+        return self.model.lm_head(self.decoder.norm(hidden)).float()
