@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,15 +32,24 @@ class Texts:
 
     @classmethod
     def of(cls, model: OfflineModel, token_ids: torch.Tensor, steps: int, queries: int | None) -> Texts:
-        """Of ``[B, T + steps + 1]`` token ids.
+        """Of ``[B, T + steps + 1]`` token ids, prefilled one by one: logits of attention may take memory by the square of T.
 
         Args:
             queries: as of ``OfflineModel.prefill``.
         """
         token_ids = token_ids.to(model.device)
-        prefilled = model.prefill(token_ids[:, : -steps - 1], queries)
+        prefilled = joined([model.prefill(text[None, : -steps - 1], queries) for text in token_ids])
         fed, truth = token_ids[:, -steps - 1 : -1], token_ids[:, -steps:]
         return cls(prefilled, fed, truth, model.dense_logits(prefilled, fed))
+
+
+def joined(parts: Sequence[Prefilled]) -> Prefilled:
+    """Prompts of equal length as one batch."""
+    prompts = []
+    for layer in zip(*(part.prompts for part in parts)):
+        batch = {name: torch.cat([getattr(prompt, name) for prompt in layer]) for name in ("queries", "keys", "values", "plain_keys")}
+        prompts.append(replace(layer[0], **batch))
+    return Prefilled(prompts, torch.cat([part.first for part in parts]))
 
 
 @dataclass

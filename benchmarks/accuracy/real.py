@@ -92,17 +92,16 @@ class Grid:
 def run_length(grid: Grid, works: dict[str, Work], token_ids: torch.Tensor, report: Report, progress: Progress) -> None:
     """Follow texts ``[documents, length + 1]`` with every method; one that fails is left out from then on."""
     model, options, length = grid.fitting.model, grid.options, token_ids.shape[1] - 1
-    asked = list(works)
-    for number, batch in enumerate(token_ids.split(options.batch)):
+    for batch in token_ids.split(options.batch):
         forced = Texts.of(model, batch, options.steps, queries_read([work.method for work in works.values()]))
         for key, work in list(works.items()):
             with report.part(key, quiet=True):
                 work.distance.add(model, forced, grid.methods(work), work.budget, work.tally)
-                if len(work.distance.kl) == len(token_ids):
+                if (done := len(work.distance.kl)) == len(token_ids):
                     report.add(key, work.result)
+                progress.add(length * len(batch), f"{key}, {done} of {len(token_ids)} texts")
                 continue
             del works[key]
-        progress.add(length * len(batch) * len(asked), f"{length} tokens, batch {number}, {len(works)} of {len(asked)} results")
         del forced  # before the next one takes as much
 
 
@@ -166,7 +165,9 @@ def parser_of(methods: dict) -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", default=["*"], metavar="METHOD", help=f"wildcards allowed: {', '.join(methods)}")
     parser.add_argument("--documents", type=int, default=16, help="texts")
     parser.add_argument("--steps", type=int, default=128, help="tokens of each text that are read one by one")
-    parser.add_argument("--batch", type=int, default=4, help="texts that are computed together; fewer need less memory")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="texts that are followed together; with all of them, results are written one by one"
+    )
     parser.add_argument("--page", type=int, default=32, help="tokens of a page")
     parser.add_argument("--dense-layers", type=int, default=1, help="first layers that attend to everything")
     parser.add_argument("--name", default="real", help="results are NAME.json")
