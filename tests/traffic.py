@@ -238,10 +238,10 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(steps if request.tokens == request.prompt else 0):
             self.decode(self.ready, padded=False)
 
-    @precondition(lambda self: len(self.free_rows) > 1)
+    @precondition(lambda self: self.resident and len(self.free_rows) > 1)
     @rule()
     def rush(self) -> None:
-        """Long prompts come to all rows at once."""
+        """Long prompts come to all rows at once, so that frames run short."""
         self.ran["rush"] += 1
         requests = [self.request(LONGEST_PROMPT, None, 0) for _ in self.free_rows]
         for request in requests:
