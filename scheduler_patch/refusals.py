@@ -122,6 +122,11 @@ RESOLVED_RULES = (
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH: expected unset or 0, because every decode step begins with work that depends on the host; unset it",
     ),
     Rule(
+        lambda s, m, c: _is_on("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: expected unset or 0, because graphs that are captured read pools which cannot grow behind them; "
+        "unset it",
+    ),
+    Rule(
         lambda s, m, c: c.page_size == 1,
         "--page-size 1: a page of one token has nothing to summarise; use --page-size 32",
     ),

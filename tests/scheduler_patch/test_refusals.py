@@ -325,8 +325,8 @@ def test_what_sglang_insists_on():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_variable_with_which_a_step_would_begin_without_us_is_refused(known, monkeypatch):
-    name = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_METADATA_GLUE_GRAPH", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+def test_a_variable_that_would_change_steps_or_pools_behind_us_is_refused(name, known, monkeypatch):
     fields = {name: SimpleNamespace(get=lambda: True)} if known else {}
     monkeypatch.setattr(refusals, "envs", SimpleNamespace(**fields))
     assert refusals._is_on(name) == known
