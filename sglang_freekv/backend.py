@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
@@ -98,7 +99,8 @@ class FreeKVAttnBackend(AttentionBackend):
         device = self.req_to_token_pool.req_to_token.device
         self.page_table = torch.zeros((max_bs, self._most_pages), dtype=torch.int32, device=device)
         self.frames = torch.full_like(self.page_table, -1)
-        self.retrieval.seed_together(self.scales, self.token_to_kv_pool.num_rows, self._most_pages, captured)
+        if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
+            self.retrieval.seed_together(self.scales, self.token_to_kv_pool.num_rows, self._most_pages, captured)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()

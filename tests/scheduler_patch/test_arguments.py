@@ -155,7 +155,9 @@ def test_defaults(outcomes):
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
-    assert outcome["graphs"] == ["disabled", "disabled"] and outcomes["prefill graph"]["graphs"][1] == "breakable"
+    assert outcome["graphs"] == ["disabled", "disabled"]
+    assert outcomes["cuda"]["fields"]["disable_prefill_cuda_graph"] == "True"
+    assert outcomes["prefill graph"]["graphs"][1] == "breakable"
     assert memory > 0
 
 

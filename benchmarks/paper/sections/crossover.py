@@ -31,7 +31,7 @@ TOLD = {
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
 } | {
     title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has the "
-    "faster backend of FlashAttention 3 and FlashInfer in the same run, for TPOT and for TTFT; the last column names it. Prefills replayed no CUDA graphs yet, so hits take less by now."
+    "faster backend of FlashAttention 3 and FlashInfer in the same run, for TPOT and for TTFT; the last column names it."
     for title, load in crossover.UNDER.items()
 }
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
