@@ -6,7 +6,9 @@ Layer by layer the host launches two kernels for each, and behind a short prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -78,9 +80,25 @@ def captured(work: Work) -> Work:
         work()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with without_garbage(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Collect garbage, and leave the collector off inside.
+
+    An engine that is collected frees its memory, host memory that is page-locked included, and a capture on the same thread fails by that.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        gc.collect()
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _sizes(most: int) -> list[int]:

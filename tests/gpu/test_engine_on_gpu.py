@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from dataclasses import replace
@@ -25,6 +24,7 @@ from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
+from sglang_freekv.seeding import without_garbage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
@@ -71,9 +71,8 @@ class CapturedEngine(Engine):
         for _ in range(2):
             self._step()
         self.graph = torch.cuda.CUDAGraph()
-        gc.collect()  # an engine of before that went during the capture would unpin its memory, which ends a capture
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
+        with without_garbage(), torch.cuda.graph(self.graph):
             self.outputs = self._step()
 
     def _padded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from unittest import mock
 
@@ -18,6 +17,7 @@ from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.memory_pool.transfer import CudaStream
+from sglang_freekv.seeding import without_garbage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
@@ -57,9 +57,8 @@ class TimedEngine(Engine):
         for _ in range(2):
             self.step()
         self.graph = torch.cuda.CUDAGraph()
-        gc.collect()  # an engine of before that went during the capture would unpin its memory, which ends a capture
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
+        with without_garbage(), torch.cuda.graph(self.graph):
             self.outputs = self.step()
 
     def step(self) -> list[torch.Tensor]:
