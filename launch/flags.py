@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, typed
-from sglang_freekv.options import ABOUT, FLAGS
+from sglang_freekv.config import typed
+from sglang_freekv.options import ABOUT, DEFAULTS, FLAGS
 
 HEAD = """# Flags
 
@@ -24,7 +24,7 @@ TAIL = """
 ## SGLang's own flags that matter here
 | flag | meaning here |
 |---|---|
-| `--page-size TOKENS` | The unit of selection and recall. Default: {page_size}. Smaller pages find what is scattered, in longer steps. |
+| `--page-size TOKENS` | The unit of selection and recall. Default: {page_size}, or that of `--freekv-preset`. Smaller pages find what is scattered, in longer steps. |
 | `--max-total-tokens TOKENS` | Tokens of KV in host memory, at most. |
 | `--max-running-requests N` | Rows: requests that decode at once, at most. Each has tables on the device, and is promised frames for the device cache. |
 | `--mem-fraction-static SHARE` | Device memory for weights and KV pools. |
@@ -40,7 +40,7 @@ TAIL = """
 def page() -> str:
     """The page, in Markdown."""
     rows = "\n".join(_rows())
-    return f"{HEAD.format(about=ABOUT)}\n| flag | meaning |\n|---|---|\n{rows}\n{TAIL.format(page_size=DEFAULT_PAGE_SIZE)}"
+    return f"{HEAD.format(about=ABOUT)}\n| flag | meaning |\n|---|---|\n{rows}\n{TAIL.format(page_size=DEFAULTS.page_size)}"
 
 
 def _rows() -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor
 
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, typed
+from sglang_freekv.config import GIB, FreeKVConfig, typed
 from sglang_freekv.launch.footprint import MOST_REQUESTS, Footprint, Room
 from sglang_freekv.launch.hardware import Hardware
 from sglang_freekv.launch.model import Model
@@ -203,7 +203,7 @@ class Plan:
             "context_length": self.context_len,
             "max_running_requests": self.question.server.max_running_requests or (self.requests if self.asked or self.is_known else None),
             "max_total_tokens": self.total_tokens,
-            "page_size": self.config.page_size if self.config.page_size != DEFAULT_PAGE_SIZE else None,
+            "page_size": self.question.server.page_size,
         }
         typed_words = {name: value for name, value in self.question.typed.items() if name not in flags}
         last = {"mem_fraction_static": self.static_share} if self.on_gpu else {"device": "cpu"}

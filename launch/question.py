@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_freekv import options as freekv
 from sglang_freekv import releases
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.launch import cards, server_flags
 from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.files import parse_json
@@ -93,7 +93,7 @@ class Question:
             raise Refusal("--json-model-override-args: expected a JSON object; use for example '{\"rope_scaling\": {...}}'")
         own = {name: getattr(asked, name) for name in freekv.NAMES}
         own["kv_retrieval"] = asked.kv_retrieval or "freekv"
-        config = freekv.config_from(freekv.Options(**own), server.page_size or DEFAULT_PAGE_SIZE)
+        config = freekv.config_from(freekv.Options(**own), server.page_size)
         gpu = cards.memory_and_link(asked.gpu) if asked.gpu is not None else None
         return cls(
             checkpoint=None if asked.model_path is None else Checkpoint.find(asked.model_path),

@@ -183,6 +183,9 @@ def _facts(plan: Plan) -> Iterator[Finding]:
     names = ("retrieval_layers", "dense_layers", "kv_heads", "query_heads", "head_dim", "digest_elements", "element_bytes")
     figures = {name: getattr(shape, name) for name in names} | {"budget_tokens": config.budget_tokens, "context_tokens": model.context_len}
     yield Finding("model", value + ("" if model.is_tested else "; not tested with FreeKV"), figures=figures)
+    if config.preset is not None:
+        settings = {name: getattr(config, name) for name in config.preset_set}
+        yield Finding("preset", f"{config.preset}, which sets {config.told_preset}", figures={"preset": config.preset} | settings)
     yield _weights(plan)
     yield from _frames(plan)
     yield from _recall(plan)

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from sglang_freekv import releases, scheduler_patch
-from sglang_freekv.config import BACKEND_NAME, DEFAULT_PAGE_SIZE, GIB, FreeKVConfig, Refusal, typed
+from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.flag import TOKENS
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.options import NAMES, Options, config_from
@@ -59,14 +59,14 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
     refuse_untested(method=options.kv_retrieval)
     refuse_other_server(method=options.kv_retrieval)
     asked.device = cpu.usable_device(asked.device)
-    page_size = DEFAULT_PAGE_SIZE if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
+    page_size = None if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
     config = config_from(options, page_size)
     refused_flags.refuse_flags(asked)
     if config.tau is not None and abs(config.tau) > 1:
         above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
         logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
     config = _with_host_memory(config, asked)
-    settings = {"device": asked.device, "page_size": page_size, "attention_backend": BACKEND_NAME}
+    settings = {"device": asked.device, "page_size": config.page_size, "attention_backend": BACKEND_NAME}
     if asked.cuda_graph_backend_prefill is None:  # its answers on a GPU have not been tested
         settings["disable_prefill_cuda_graph"] = True
     if asked.device == "cpu":

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_freekv.methods import METHODS
+from sglang_freekv.presets import PRESETS
 
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # name of the attention backend in SGLang
@@ -74,6 +75,8 @@ class FreeKVConfig:
         host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
         canary: a key of ``CANARIES``: how many of the units that come back from the host pool are compared with their checksums.
         recall_timing: recall is timed in one decode step of so many; 0 times none.
+        preset: a key of ``PRESETS``, from which settings were taken that the user did not give; None if none was. Told, and not used.
+        preset_set: names of these settings.
 
     Raises:
         Refusal: a value is outside its range, or is not a whole number of pages.
@@ -96,10 +99,13 @@ class FreeKVConfig:
     host_layout: str = "hnd"
     canary: str = "off"
     recall_timing: int = 0
+    preset: str | None = field(default=None, compare=False)
+    preset_set: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.method not in tuple(METHODS):
             raise Refusal(f"--kv-retrieval {self.method}: expected one of none, {', '.join(METHODS)}; use freekv")
+        self._check_preset()
         self._take_defaults_of_method()
         self._check_whole_pages()
         self._check_parts_of_budget()
@@ -117,6 +123,17 @@ class FreeKVConfig:
         if self.resident_memory_gib is not None and not self.resident_memory_gib >= 0:
             raise Refusal(
                 f"--freekv-resident-memory {self.resident_memory_gib:g}: expected GiB, 0 or more; leave it out to take what is left"
+            )
+
+    def _check_preset(self) -> None:
+        if self.preset is None:
+            return
+        if self.preset not in tuple(PRESETS):
+            raise Refusal(f"--freekv-preset {self.preset}: expected one of {', '.join(PRESETS)}; use {next(iter(PRESETS))}")
+        if self.method != "freekv":
+            raise Refusal(
+                f"--freekv-preset {self.preset}: expected none with --kv-retrieval {self.method}, because presets are FreeKV's; leave it "
+                "out and give the flags themselves, or use --kv-retrieval freekv"
             )
 
     def _take_defaults_of_method(self) -> None:
@@ -213,6 +230,14 @@ class FreeKVConfig:
         """The budget in pages."""
         sink, window, total = (tokens // self.page_size for tokens in (self.sink_tokens, self.window_tokens, self.budget_tokens))
         return PageBudget(sink, total - sink - window, window)
+
+    @property
+    def told_preset(self) -> str:
+        """The settings that the preset has set, with their values."""
+        values = {name.removesuffix("_tokens").replace("_", " "): getattr(self, name) for name in self.preset_set}
+        return (
+            ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()) or "nothing"
+        )
 
     @property
     def cache_tokens(self) -> int:

@@ -138,6 +138,8 @@ class FreeKVPool(MHATokenToKVPool):
         """The settings in force, and the sizes of all pools in tokens and bytes."""
         return {
             "method": self.config.method,
+            "preset": self.config.preset,
+            "preset_set": list(self.config.preset_set),
             "budget_tokens": self.config.budget_tokens,
             "sink_tokens": self.config.sink_tokens,
             "window_tokens": self.config.window_tokens,
@@ -180,6 +182,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
             + (f"; canary {config.canary}" if config.canary != "off" else "")
+            + (f"; preset {config.preset} has set {config.told_preset}" if config.preset is not None else "")
         )
 
     def held_pages(self, allocator) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 from sglang_freekv.config import (
     CANARIES,
-    DEFAULT_PAGE_SIZE,
     DIGESTS,
     HOST_LAYOUTS,
     POOLINGS,
@@ -20,15 +19,17 @@ from sglang_freekv.config import (
 from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, STEPS, TOKENS, Flag, one_of
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.methods import METHODS
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
-DEFAULTS = FreeKVConfig()
+DEFAULTS = FreeKVConfig(**PRESETS[DEFAULT_PRESET].settings)
 
 ABOUT = (
     "Keep the KV cache of every request in host memory, and a budget of it on the device. Each decode step attends to the sink, the "
-    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULT_PAGE_SIZE} unless given. A context that "
+    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULTS.page_size} unless given. A context that "
     "fits the budget is attended to in full. In float32 on a CPU its tokens are then stock SGLang's. In bfloat16 on a GPU 99.4% of them "
     "are, and stock SGLang's own repeat gives 99.8%."
 )
+
 FLAGS = {
     "kv_retrieval": Flag(
         "method",
@@ -37,6 +38,12 @@ FLAGS = {
         "beside the computation. The others are there to be compared with. arkvale and quest select with the query of each step, which "
         "then waits for its pages. louiskv is LouisKV's trigger over our pages: a layer selects when its queries change, in the mean of "
         "all heads, and keeps those pages until then. All --freekv-* flags need one of these methods.",
+    ),
+    "freekv_preset": Flag(
+        "preset",
+        one_of(*PRESETS),
+        f"A named set of defaults. Default: {DEFAULT_PRESET}, whose values the other flags name. A flag that is given wins, --page-size "
+        f"too. {'; '.join(f'{name}, {preset.told}' for name, preset in PRESETS.items())}. The other methods than freekv refuse it.",
     ),
     "freekv_budget": Flag(
         "budget_tokens",
@@ -67,7 +74,7 @@ FLAGS = {
     "freekv_digest": Flag(
         "digest",
         one_of(*DIGESTS),
-        "What a page is scored by. Default: cuboid-mean, but min-max with quest. min-max is the smallest box "
+        f"What a page is scored by. Default: {DEFAULTS.digest}, but min-max with quest. min-max is the smallest box "
         "that holds the page's keys, as in the FreeKV and Quest papers. cuboid-mean is a narrower box, as wide as the keys' mean distance "
         "from its centre, and finds more. two-bit adds two bits for each dimension of each key, and finds single tokens, best with "
         "--page-size 8. It takes more device memory, and each step takes longer.",
@@ -75,7 +82,7 @@ FLAGS = {
     "freekv_pooling": Flag(
         "pooling",
         one_of(*POOLINGS),
-        "How a kv head ranks pages by the scores of its query heads. Default: softmax-mean with freekv and louiskv, "
+        f"How a kv head ranks pages by the scores of its query heads. Default: {DEFAULTS.pooling} with freekv, softmax-mean with louiskv, "
         "max with quest, mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
         "scores as they are. max lets a single query head that looks for a single token have it.",
     ),
@@ -161,12 +168,16 @@ class Options(SimpleNamespace):
 
 
 NAMES = tuple(FLAGS)
-SIZES = ("freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_dense_below", "freekv_digest")
+SIZES = ("freekv_preset", "freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_dense_below", "freekv_digest")
 ADVISED_PAGE_SIZES = range(2, 1025)
 
 
-def config_from(options: Options, page_size: int) -> FreeKVConfig:
-    """FreeKVConfig of the user's options. A sink or window that was not given shrinks with a small budget.
+def config_from(options: Options, page_size: int | None) -> FreeKVConfig:
+    """FreeKVConfig of the user's options. What was not given is the preset's; a sink or window shrinks with a small budget.
+
+    Args:
+        options: as given.
+        page_size: SGLang's ``--page-size``; None if it was not given.
 
     Raises:
         Refusal: as FreeKVConfig. It names ``--page-size`` if that was changed and another page size suits the other options.
@@ -175,13 +186,17 @@ def config_from(options: Options, page_size: int) -> FreeKVConfig:
     return _config(options, page_size)
 
 
-def _refuse_page_size(options: Options, page_size: int) -> None:
+def _refuse_page_size(options: Options, page_size: int | None) -> None:
     """Raise a Refusal if the other sizes exclude ``page_size`` but allow another one; it advises the nearest of these."""
+    if page_size is None or page_size < 1 or page_size == DEFAULTS.page_size:
+        return
     sizes = Options(**{name: getattr(options, name) for name in ("kv_retrieval", *SIZES)})
     reason = _reason_against(sizes, page_size)
-    if reason is None or page_size < 1 or page_size == DEFAULT_PAGE_SIZE:
+    if reason is None:
         return
-    budget = DEFAULTS.budget_tokens if options.freekv_budget is None else TOKENS.read("freekv_budget", options.freekv_budget)
+    budget = _defaults(sizes).get("budget_tokens", FreeKVConfig.budget_tokens)
+    if options.freekv_budget is not None:
+        budget = TOKENS.read("freekv_budget", options.freekv_budget)
     for size in sorted(_divisors(budget), key=lambda size: abs(size - page_size)):
         if _reason_against(sizes, size) is None:
             raise Refusal(f"--page-size {page_size}: expected one that suits the other sizes ({reason}); use --page-size {size}")
@@ -202,10 +217,29 @@ def _divisors(tokens: int) -> tuple[int, ...]:
     return tuple(size for size in ADVISED_PAGE_SIZES if tokens % size == 0)
 
 
-def _config(options: Options, page_size: int) -> FreeKVConfig:
-    given = {name: getattr(options, name) for name in FLAGS}
-    settings = {flag.setting: flag.kind.read(name, given[name]) for name, flag in FLAGS.items() if given[name] is not None}
-    budget, page = settings.get("budget_tokens", DEFAULTS.budget_tokens), max(1, page_size)
+def _preset(options: Options) -> Any:
+    """The preset that was given, or the default one of method freekv."""
+    if options.freekv_preset is None:
+        return DEFAULT_PRESET if options.kv_retrieval == "freekv" else None
+    return options.freekv_preset
+
+
+def _defaults(options: Options) -> dict[str, Any]:
+    """Settings of the preset. FreeKVConfig refuses a preset that there is not."""
+    name = _preset(options)
+    return PRESETS[name].settings if name in tuple(PRESETS) else {}
+
+
+def _config(options: Options, page_size: int | None) -> FreeKVConfig:
+    given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
+    settings = {FLAGS[name].setting: FLAGS[name].kind.read(name, value) for name, value in given.items()}
+    if page_size is not None:
+        settings["page_size"] = page_size
+    left = {name: value for name, value in _defaults(options).items() if name not in settings}
+    usual = {name: getattr(FreeKVConfig, name) for name in ("page_size", "budget_tokens", "sink_tokens", "window_tokens")} | left
+    chosen = usual | settings
+    budget, page = chosen["budget_tokens"], max(1, chosen["page_size"])
     for setting, least in (("sink_tokens", 1), ("window_tokens", 2)):
-        settings.setdefault(setting, max(least, min(getattr(DEFAULTS, setting), budget // 4) // page) * page)
-    return FreeKVConfig(page_size=page_size, **settings)
+        if setting not in settings:
+            chosen[setting] = max(least, min(usual[setting], budget // 4) // page) * page
+    return FreeKVConfig(**chosen | {"preset": _preset(options), "preset_set": tuple(left)})

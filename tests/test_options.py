@@ -25,13 +25,14 @@ from sglang_freekv.config import (
 )
 from sglang_freekv.methods import METHODS
 from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.presets import PRESETS
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
 whole = st.integers(-64, 9000) | st.integers(-4, 300).map(lambda pages: pages * DEFAULT_PAGE_SIZE) | st.integers()
 words = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=6)
 numbers = st.floats() | st.sampled_from((-1.0, 0.9, 8.0))
 anything = whole | numbers | words | st.booleans() | st.lists(whole | words, max_size=3)
-page_sizes = st.sampled_from((1, 8, 32, 64)) | whole
+page_sizes = st.sampled_from((None, 1, 8, 32, 64)) | whole
 methods = st.sampled_from(list(METHODS))
 typed_options = st.fixed_dictionaries({}, optional={
     "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
@@ -39,7 +40,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_dense_layers": st.lists(st.integers(-1, 90), max_size=3) | words, "freekv_host_memory": numbers | whole,
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
-    "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole,
+    "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole, "freekv_preset": st.sampled_from(list(PRESETS)),
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -70,12 +71,12 @@ def refused(make) -> str | None:
 @given(
     values=st.fixed_dictionaries({}, optional={
         "method": methods | words, "budget_tokens": whole, "sink_tokens": whole, "window_tokens": whole, "tau": st.none() | numbers,
-        "page_size": page_sizes, "digest": st.none() | st.sampled_from(DIGESTS) | words,
+        "page_size": page_sizes.map(lambda size: DEFAULT_PAGE_SIZE if size is None else size), "digest": st.none() | st.sampled_from(DIGESTS) | words,
         "pooling": st.none() | st.sampled_from(POOLINGS) | words,
         "device_cache_tokens": st.none() | whole, "dense_below_tokens": whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "resident_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
-        "recall_timing": whole,
+        "recall_timing": whole, "preset": st.none() | st.sampled_from(list(PRESETS)) | words,
     })
 )  # fmt: skip
 @settings(max_examples=500)
@@ -113,9 +114,8 @@ def test_who_does_what_a_refusal_says_is_served(method, values, page_size):
         message = refused(lambda: config_from(options, page_size))
         if message is None:
             return
-        flag = message.split()[0]
-        advice = re.search(rf"; use (?:for example )?{flag} (\d+)", message)
-        value = int(advice[1]) if advice else None  # left out
+        advice = re.search(r"; use (?:for example )?(--[a-z-]+) (\d+)", message)
+        flag, value = (advice[1], int(advice[2])) if advice else (message.split()[0], None)  # left out
         if flag == "--page-size":
             page_size = value
         else:

@@ -6,13 +6,20 @@ import pytest
 
 from build_server_args import run
 from serving import NEEDLE_MODEL
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
-    "kv-retrieval", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
+    "kv-retrieval", "freekv-preset", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
     "freekv-dense-below", "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
 )  # fmt: skip
-CHOICES = {"freekv-digest": "min-max", "freekv-pooling": "max", "freekv-recall": "copy-engine", "freekv-host-layout": "nhd"}
+CHOICES = {
+    "freekv-preset": "fast",
+    "freekv-digest": "min-max",
+    "freekv-pooling": "max",
+    "freekv-recall": "copy-engine",
+    "freekv-host-layout": "nhd",
+}
 YAML = """
 model-path: {model}
 device: cpu
@@ -63,6 +70,12 @@ WRONG = {
     ("--host", "192.0.2.1"): "--port 30000: cannot listen on 192.0.2.1 (Cannot assign requested address)",
     ("--port", 65536): "--port 65536: expected a port from 1 to 65535",
     ("--port", 0): "--port 0: expected a port from 1 to 65535",
+    (
+        "--freekv-preset",
+        "fast",
+        "--kv-retrieval",
+        "quest",
+    ): "--freekv-preset fast: expected none with --kv-retrieval quest, because presets",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
@@ -110,6 +123,10 @@ def facts(tmp_path_factory, taken):
         "engine, unknown option": engine(kv_retrieval="freekv", freekv_bugdet=1024),
         "engine, after a refusal": engine(attention_backend="torch_native"),
         "fields of a copy": engine(attention_backend="freekv"),
+        "preset": freekv("--freekv-preset", "accurate"),
+        "preset, with pages": freekv("--freekv-preset", "accurate", "--page-size", 32, "--freekv-sink", 64),
+        "preset, in YAML": {"argv": ["--config", str(yaml), "--freekv-preset", "paper"]},
+        "preset, engine": engine(kv_retrieval="freekv", freekv_preset="accurate"),
         "cuda": freekv("--device", "cuda"),
         "prefill graph": freekv("--device", "cuda", "--cuda-graph-backend-prefill", "breakable"),
         "tp": freekv("--tp-size", 2, "--device", "cuda"),
@@ -153,6 +170,7 @@ def test_defaults(outcomes):
         "digest": "cuboid-mean", "pooling": "softmax-mean",
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
+        "preset": DEFAULT_PRESET, "preset_set": list(PRESETS[DEFAULT_PRESET].settings),
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]
@@ -203,10 +221,23 @@ def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
         ),
     ):
         memory = outcomes[case]["config"]["host_memory_gib"]
-        assert outcomes[case]["config"] == freekv | {"tau": None, "host_memory_gib": memory} | changes
+        assert outcomes[case]["config"] == freekv | {"tau": None, "host_memory_gib": memory, "preset": None, "preset_set": []} | changes
         assert outcomes[case]["settings"] == {"page_size": 16, "attention_backend": "freekv", "device": "cpu"}
     refused = outcomes["yaml, another method"]
     assert refused["exit"] == 2 and "error: --freekv-tau 0.8: expected none with --kv-retrieval quest" in refused["stderr"]
+
+
+def test_a_preset_is_taken_where_nothing_is_given(outcomes):
+    accurate = PRESETS["accurate"].settings
+    for case in ("preset", "preset, engine"):
+        config = outcomes[case]["config"]
+        assert config["preset"] == "accurate" and {name: config[name] for name in accurate} == accurate
+        assert outcomes[case]["settings"]["page_size"] == accurate["page_size"]
+    paged = outcomes["preset, with pages"]
+    assert paged["settings"]["page_size"] == 32 and paged["config"]["sink_tokens"] == 64
+    assert paged["config"]["preset_set"] == [name for name in accurate if name not in ("page_size", "sink_tokens")]
+    mixed = outcomes["preset, in YAML"]["config"]
+    assert (mixed["budget_tokens"], mixed["tau"], mixed["digest"], mixed["preset"]) == (1024, 0.8, "min-max", "paper")
 
 
 @pytest.mark.parametrize("flags", EDGES, ids=str)
