@@ -117,7 +117,7 @@ def test_where_freekv_is_slower_comes_first(tmp_path):
     section = SECTIONS["crossover"](write(tmp_path, "crossover", results, **server), tmp_path)
     text = section.markdown
     slower, faster = "| 8k/b1 | TPOT+TTFT | cold | 20.00 / 10.00 | 2.00 |", "| 32k/b8 | - | cold | 200.00 / 400.00 | 0.50 |"
-    assert text.index(slower) < text.index(faster) and "take 16.00 GiB for FreeKV and 15.00 GiB for stock SGLang" in text
+    assert text.index(slower) < text.index(faster) and "take 16.00 GiB for FreeKV and 15.00 GiB for stock SGLang. Nothing is" in text
     assert "| 2.00 / 4.00 | 0.50 | 20 / 10 | 40 / 20 | 8 / 8 | 4.00 / 8.00 |" in text  # the link takes 0.05 s
     assert "with 10 new tokens and a page needs 42 more" in text  # than the pool of 131,072 holds, with a page of 32
     assert "| 128k/b1 | - | no room |" in text and {path.name for path in tmp_path.glob("*.png")} == {
@@ -125,6 +125,17 @@ def test_where_freekv_is_slower_comes_first(tmp_path):
     }
     assert [aim.row[1:4] for aim in section.aims] == [(2, "at most 1.05", "NO"), (6, "at least 5", "yes"), (6, "at least 5", "yes")]
     assert [aim.possible for aim in section.aims] == pytest.approx([5, 24, 6 * (8 / 30) / (8 / 30 - 0.15)])  # the link takes 0.05 s
+
+
+@pytest.mark.parametrize("frames, told", [(64 * 32, "Nothing is resident in FreeKV's in 8k/b1."), (65 * 32, "FreeKV's pages stay there")])
+def test_where_pages_could_not_stay_is_told(tmp_path, undrawn, frames, told):
+    server = {"device_rows": 3, "device_cache_tokens": 16 * 32, "frame_tokens": frames}
+    results = {"freekv-same-kv/32k/b8": served(32768, 8, 0.2, 60, run=1), "freekv-same-kv/8k/b1": served(8192, 1, 0.2, 60)}
+    path = write(tmp_path, "crossover", results, **{"server freekv-same-kv": {"freekv": server}})
+    written = json.loads(path.read_text())
+    roomy = {"server freekv-same-kv": {"freekv": server | {"frame_tokens": 99 * 32}}}
+    path.write_text(json.dumps(written | {"runs": [*written["runs"], written["runs"][0] | roomy]}))
+    assert f"stock SGLang. {told}" in SECTIONS["crossover"](path, tmp_path).markdown
 
 
 def test_residency_is_told_by_load_and_beside_its_aims(tmp_path, undrawn):

@@ -19,6 +19,10 @@ from benchmarks.profiles import LOADS, USUAL
 from benchmarks.report import Report
 from benchmarks.servers import Stream
 from benchmarks.setups import Setup
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kernels.frame_tables import FrameTables
+from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
+from sglang_freekv.memory_pool.sizing import Sizing
 
 LLAMA = Setup("llama-3.1-8b", max_running=64)
 LIMIT = 16 << 30
@@ -87,23 +91,44 @@ def test_tokens_of_stock_by_hand():
 
 
 def test_rows_of_freekv_are_as_many_as_fit():
-    sizing = capacity.sizing_of(LLAMA)
-    tokens, rows = capacity.freekv_sizes(LLAMA, LIMIT)
+    resident = replace(LLAMA, resident=True)
+    sizing = capacity.sizing_of(resident)
+    tokens, rows, gib = capacity.freekv_sizes(resident, LIMIT)
     assert tokens == (75 << 30) // (31 * LAYER_TOKEN) // 32 * 32  # all that the host holds
     digests = 31 * 8 * 2 * 128 * 2 // 32  # of a token: two vectors for a page and kv head
-    fixed = 2 * 140_000 * LAYER_TOKEN + tokens * (LAYER_TOKEN + digests)
-    assert fixed + (rows + 1) * sizing.row_bytes <= LIMIT < fixed + (rows + 2) * sizing.row_bytes
-    assert sizing.row_bytes > 31 * 2048 * LAYER_TOKEN and rows == 40
-    assert capacity.freekv_sizes(replace(LLAMA, max_running=8), LIMIT) == (tokens, 8)
-    fewer, least = capacity.freekv_sizes(LLAMA, 4 << 30)
+    fixed = 2 * 140_000 * LAYER_TOKEN + tokens * (LAYER_TOKEN + digests) + sizing.padding_bytes
+    assert fixed + rows * sizing.row_bytes <= LIMIT < fixed + (rows + 1) * sizing.row_bytes
+    assert sizing.row_bytes > 31 * 2048 * LAYER_TOKEN and rows == 39 and 0 < gib < 0.5  # the slots of 39 rows take nearly all
+    assert capacity.freekv_sizes(replace(resident, max_running=8), LIMIT)[:2] == (tokens, 8)
+    fewer, least, _ = capacity.freekv_sizes(resident, 4 << 30)
     assert fewer < tokens and least >= 1  # where the device is what is short, tokens leave rows a half of it
+
+
+@pytest.mark.parametrize("limit", [LIMIT, LIMIT // 4])
+@pytest.mark.parametrize("few", [64, 8], ids=["all that fit", "eight"])
+def test_a_server_told_these_sizes_fills_its_limit(few, limit, tmp_path):
+    """On a device of 48 GiB, by the classes that allocate, here without memory."""
+    system = capacity.systems_of(replace(LLAMA, max_running=few), limit)[3]
+    typed = system.setup.flags(system.base, tmp_path) | system.more
+    config = FreeKVConfig(budget_tokens=typed["--freekv-budget"], resident_memory_gib=float(str(typed["--freekv-resident-memory"])))
+    shape = capacity.model_of(LLAMA).kv_shape(config)
+    sizing, tokens, rows = Sizing(config, shape, 140_000), typed["--max-total-tokens"], typed["--max-running-requests"]
+    frames = sizing.frames(48 << 30, tokens, rows)
+    cache = DeviceCache(shape, 32, Slots(rows + 1, 64, 64, frames), "meta")
+    tables = FrameTables.allocate(frames, tokens // 32 + 1, cache.row_frames)
+    held = cache.num_bytes + sum(table.nbytes for table in tables) + sizing.staging_bytes
+    held += (tokens + 32) * sizing.dense_bytes_per_token + int((tokens + 32) * sizing.digest_bytes_per_token)
+    capacity.expect_within(system, held)
+    assert limit - held < 20 * sizing.frame_bytes and frames > (rows + 1) * 64
+    assert sizing.longest_requests(48 << 30, tokens, rows) == rows
+    assert system.setup.resident and not capacity.systems_of(LLAMA, limit)[1].setup.resident
 
 
 def test_systems_and_their_flags():
     stock, freekv, small_stock, small_freekv = capacity.systems_of(LLAMA, LIMIT)
     assert (stock.more, freekv.more, stock.limit, freekv.limit) == ({}, {}, None, None)
     assert small_stock.more == {"--max-total-tokens": 131072} and small_stock.limit == small_freekv.limit == LIMIT
-    assert small_freekv.setup.max_running == 40 and freekv.setup.max_running == small_stock.setup.max_running == 64
+    assert small_freekv.setup.max_running == 39 and freekv.setup.max_running == small_stock.setup.max_running == 64
 
 
 def test_pools_that_are_too_large_are_told():

@@ -45,8 +45,9 @@ def _load(config: Path, dtype: str) -> Model:
 def sizing_of(setup: Setup) -> Sizing:
     """The product's own, of the flags that a setup gives."""
     edge = setup.edge_pages // 2 * setup.page_size
+    resident = None if setup.resident else 0
     config = FreeKVConfig(
-        budget_tokens=setup.budget, sink_tokens=edge, window_tokens=edge, page_size=setup.page_size, resident_memory_gib=0
+        budget_tokens=setup.budget, sink_tokens=edge, window_tokens=edge, page_size=setup.page_size, resident_memory_gib=resident
     )
     return Sizing(config, model_of(setup).kv_shape(config), setup.context_length // setup.scale)
 
@@ -61,25 +62,30 @@ def stock_tokens(setup: Setup, limit: int) -> int:
     return limit // token_bytes(sizing_of(setup)) // setup.page_size * setup.page_size
 
 
-def freekv_sizes(setup: Setup, limit: int) -> tuple[int, int]:
-    """Tokens on the host and requests at once that FreeKV would have on a device with ``limit`` bytes for its pools.
+def freekv_sizes(setup: Setup, limit: int) -> tuple[int, int, float]:
+    """Tokens on the host, requests at once, and GiB beside their slots for resident pages, on a device with ``limit`` bytes for all pools.
+
+    Requests are as many as fit with the longest context, because the slots of all of them are taken from the limit first.
 
     Raises:
         Refusal: not even one request fits.
     """
     sizing = sizing_of(setup)
     tokens = sizing.tokens(int(setup.host_memory * GIB), limit, setup.max_running)
-    return tokens, min(setup.max_running, sizing.rows(limit, tokens))
+    rows = sizing.longest_requests(limit, tokens, min(setup.max_running, sizing.rows(limit, tokens)))
+    resident = sizing.frames(limit, tokens, rows) - (rows + 1) * sizing.config.cache_pages
+    return tokens, rows, (resident + 0.5) * sizing.frame_bytes / GIB  # the server rounds down
 
 
 def systems_of(setup: Setup, limit: int) -> list[System]:
-    tokens, rows = freekv_sizes(setup, limit)
-    few = replace(setup, max_running=rows)
+    """The servers with a limit, and two without in whose FreeKV nothing is resident."""
+    tokens, rows, resident = freekv_sizes(replace(setup, resident=True), limit)
+    few = replace(setup, max_running=rows, resident=True)
     return [
         System("stock", "stock", setup),
         System("freekv", "freekv", setup),
         System("stock-same-kv", "stock", setup, {"--max-total-tokens": stock_tokens(setup, limit)}, limit),
-        System("freekv-same-kv", "freekv", few, {"--max-total-tokens": tokens}, limit),
+        System("freekv-same-kv", "freekv", few, {"--max-total-tokens": tokens, "--freekv-resident-memory": resident}, limit),
     ]
 
 

@@ -7,7 +7,7 @@
 
 ``freekv-resident`` has FreeKV's defaults, under every load of ``--loads``. It is held against the faster of ``stock-fa3`` and
 ``stock-flashinfer``, cell by cell and figure by figure. ``stock`` and ``freekv`` are FlashInfer and FreeKV with nothing resident; of the
-``-same-kv`` two, all pools of KV on the device fit ``--device-kv``.
+``-same-kv`` two, all pools of KV on the device fit ``--device-kv``, and FreeKV's pages stay while there is room in them.
 """
 
 from __future__ import annotations

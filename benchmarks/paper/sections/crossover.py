@@ -27,7 +27,7 @@ def _told_of(shares: Shares) -> str:
 
 TOLD = {
     PRODUCTION: "Both servers take the memory that they want. Nothing is resident in FreeKV's, so every page comes from the host.",
-    SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang. "
+    SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang.{stay} "
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
 } | {
     title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has the "
@@ -49,7 +49,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
-        told = TOLD[title].format(**held) + _no_room(section, pair[1], rows)
+        told = TOLD[title].format(stay=_stay(section, pair[0], rows), **held) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}", told, _table(section, rows))
         if title in DRAWN:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
@@ -73,6 +73,20 @@ def _table(section: Section, rows: list[Compared]) -> str:
 
 def _both(pair) -> str:
     return " / ".join("-" if value is None else str(value) for value in pair)
+
+
+def _stay(section: Section, system: str, rows: list[Compared]) -> str:
+    """In which cells pages could stay on FreeKV's device: those whose server had frames beside the slots of all rows."""
+
+    def had_room(result: dict) -> bool:
+        told = section.written["runs"][result["run"]].get(f"server {system}", {}).get("freekv", {})
+        return told.get("frame_tokens", 0) > (told.get("device_rows", 0) + 1) * told.get("device_cache_tokens", 0)
+
+    without = [row.name for row in rows if row.ours and not had_room(row.ours)]
+    if not without:
+        return " FreeKV's pages stay there while there is room."
+    which = "" if len(without) == sum(bool(row.ours) for row in rows) else f" in {', '.join(without)}"
+    return f" Nothing is resident in FreeKV's{which}."
 
 
 def _no_room(section: Section, system: str, rows: list[Compared]) -> str:
