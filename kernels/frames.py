@@ -77,6 +77,7 @@ def _begin_kernel(
         b_page = tl.load(p_req_to_token + b_row * token_stride_row + b_len - 1, mask=m_begins, other=0) // S
         b_hand = tl.load(p_in_hand + b_row, mask=m_begins, other=-1)
         b_frame = tl.load(p_frame_of + b_page, mask=m_begins, other=-1)
+        tl.debug_barrier()  # all threads have read what some overwrite
         m_taken, m_stale = (b_page > 0) & (b_frame < 0) & (b_hand >= 0), (b_frame >= 0) & (b_hand < 0)
         tl.store(p_frame_of + b_page, b_hand, mask=m_taken | m_stale)  # nothing in hand of a stale page
         tl.store(p_page_of + b_hand, b_page, mask=m_taken)
@@ -121,6 +122,7 @@ def _take_in_hand(
             b_first = tl.load(p_row_frames + b_row * frames_stride_row, mask=m_full, other=0)
             m_full = m_full & ((b_first == WHOLE) == (turn == 0))
             m_wants = m_full & (tl.load(p_in_hand + b_row, mask=m_full, other=0) < 0)
+            tl.debug_barrier()  # all threads have read what some overwrite
             b_frame, m_served, count = pop(m_wants, p_free, count, keep * turn)
             tl.store(p_in_hand + b_row, b_frame, mask=m_served)
             tl.store(p_page_of + b_frame, IN_HAND, mask=m_served)

@@ -108,6 +108,7 @@ def _hold_kernel(
                 o_p = start + tl.arange(0, BLOCK_P).to(tl.int64)
                 b_page = tl.load(p_tokens + o_p * S, mask=o_p < num_pages, other=0) // S
                 m_absent = (b_page > 0) & (tl.load(p_frame_of + b_page, mask=b_page > 0, other=0) < 0)
+                tl.debug_barrier()  # all threads have read what some overwrite
                 b_frame, m_served, count = pop(m_absent, p_free, count, keep * turn)
                 tl.store(p_frame_of + b_page, b_frame, mask=m_served)
                 tl.store(p_page_of + b_frame, b_page, mask=m_served)
@@ -142,6 +143,7 @@ def _forget_kernel(
             o_p = start + tl.arange(0, BLOCK_P).to(tl.int64)
             b_page = tl.load(p_tokens + o_p * S, mask=o_p < num_pages, other=0) // S
             b_frame = tl.load(p_frame_of + b_page, mask=b_page > 0, other=-1)
+            tl.debug_barrier()  # all threads have read what some overwrite
             tl.store(p_frame_of + b_page, -1, mask=b_frame >= 0)
             count = push(b_frame, b_frame >= 0, p_page_of, p_free, count)
             tl.debug_barrier()  # another request may have the page too

@@ -97,6 +97,7 @@ def _note_kernel(
     for start in range(0, M, BLOCK_B):
         b_row, _ = _rows(p_ended, start, M, BLOCK_B)
         b_hand = tl.load(p_in_hand + b_row, mask=b_row > 0, other=-1)
+        tl.debug_barrier()  # all threads have read what some overwrite
         tl.store(p_in_hand + b_row, -1, mask=b_row > 0)
         tl.store(p_row_lens + b_row, 0, mask=b_row > 0)
         count = push(b_hand, b_hand >= 0, p_page_of, p_free, count)
@@ -104,12 +105,14 @@ def _note_kernel(
     for i in range(M):
         p_slots = p_row_frames + tl.load(p_ended + i).to(tl.int64) * C + o_c
         b_slot = tl.load(p_slots, mask=o_c < C, other=-1)
+        tl.debug_barrier()  # all threads have read what some overwrite
         tl.store(p_slots, WHOLE, mask=o_c < C)
         count = push(b_slot, b_slot >= 0, p_page_of, p_free, count)
     tl.debug_barrier()  # a row may have ended, and run again
     for start in range(0, N, BLOCK_B):
         b_row, _ = _rows(p_lent, start, N, BLOCK_B)
         b_first = tl.load(p_row_frames + b_row * C, mask=b_row > 0, other=0)
+        tl.debug_barrier()  # all threads have read what some overwrite
         tl.store(p_row_frames + b_row * C, ASKED, mask=b_first == WHOLE)
     for start in range(0, B, BLOCK_B):
         b_row, o_b = _rows(p_rows, start, B, BLOCK_B)
@@ -144,7 +147,7 @@ def _lend_kernel(
     for i in range(N):
         p_slots = p_row_frames + tl.load(p_lent + i).to(tl.int64) * C
         asked = tl.load(p_slots) == ASKED
-        tl.debug_barrier()  # all have read it
+        tl.debug_barrier()  # all threads have read what some overwrite
         b_frame, m_served, count = pop((o_c < C) & asked & (count >= C), p_free, count, 0)
         tl.store(p_slots + o_c, b_frame, mask=m_served)
         tl.store(p_page_of + b_frame, LENT, mask=m_served)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,3 +70,19 @@ def test_many_rows_and_long_contexts():
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected)), each.kind
         assert_same(ours, theirs)
         theirs.check_integrity()
+
+
+@pytest.mark.parametrize("slots", [64, 256, 1024])
+def test_slots_are_lent_and_come_back(slots):
+    """More slots than a program has threads. One that lost a slot of a row would lose frames, until others find none."""
+    chance, rows, running = random.Random(slots), 9, set[int]()
+    ours, theirs = (make(rows * slots, 60, rows, slots, device=device, resident=False) for device in ("cuda", "cpu"))
+    unused = torch.zeros(rows, 48, dtype=torch.int32)
+    for _ in range(60):
+        ended = [row for row in running if chance.random() < 0.4]
+        running.difference_update(ended)
+        lent = [row for row in range(1, rows) if row not in running and chance.random() < 0.4]
+        running.update(lent)
+        each = Pass("decode", sorted(running) or [0], [4] * max(len(running), 1), [0], ended, lent)
+        ask(ours, each, unused), ask(theirs, each, unused)
+        assert_same(ours, theirs)
