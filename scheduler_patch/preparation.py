@@ -67,8 +67,6 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
         logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
     config = _with_host_memory(config, asked)
     settings = {"device": asked.device, "page_size": config.page_size, "attention_backend": BACKEND_NAME}
-    if asked.cuda_graph_backend_prefill is None:  # its answers on a GPU have not been tested
-        settings["disable_prefill_cuda_graph"] = True
     if asked.device == "cpu":
         settings |= _prepare_cpu(config, asked)
     if asked.device == "cpu" or config.recall == "copy-engine":  # the host reads the list of missing units, then issues the copies
@@ -94,7 +92,10 @@ def _prepare_cpu(config: FreeKVConfig, asked: SimpleNamespace) -> dict[str, Any]
             "--cuda-graph-backend-prefill breakable: there is no prefill graph with --device cpu; leave it out, or use --device cuda"
         )
     cpu.prepare_process()
-    return {"grammar_backend": "llguidance"} if asked.grammar_backend is None else {}  # SGLang's default, xgrammar, masks on GPUs only
+    settings: dict[str, Any] = {"disable_prefill_cuda_graph": True}
+    if asked.grammar_backend is None:
+        settings["grammar_backend"] = "llguidance"  # SGLang's default, xgrammar, masks on GPUs only
+    return settings
 
 
 def _with_host_memory(config: FreeKVConfig, asked: SimpleNamespace) -> FreeKVConfig:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(gpus < 1, reason="needs a GPU; run on one with `
 LAYER, HEAD, PAGE = 3, 0, 32
 FLAGS = freekv(512, canary="full", tau=2, host_memory=4) | {
     "--device": "cuda", "--dtype": "bfloat16", "--mem-fraction-static": 0.4, "--sampling-backend": "pytorch",
-    "--chunked-prefill-size": 2048, "--cuda-graph-backend-prefill": "breakable",
+    "--chunked-prefill-size": 2048,
 }  # fmt: skip
 
 

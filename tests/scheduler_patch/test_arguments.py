@@ -174,7 +174,7 @@ def test_defaults(outcomes):
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]
-    assert outcomes["cuda"]["fields"]["disable_prefill_cuda_graph"] == "True"
+    assert outcomes["cuda"]["fields"]["disable_prefill_cuda_graph"] == "False"
     assert outcomes["prefill graph"]["graphs"][1] == "breakable"
     assert memory > 0
 
