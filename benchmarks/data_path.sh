@@ -40,7 +40,7 @@ for name in "${parts[@]}"; do
     pair) part pair bench bench_serving_pair --minutes 10 ;;
     step) part step bench bench_step --profile 32k-b8/freekv --only "*/attention-only" "*/freekv" "*/copies-off" "*/uncorrected" "*/canary-*" ;;
     recall) part recall bench bench_recall ;;
-    kernels) part kernels bench bench_kernels --minutes 2 ;;
+    kernels) part kernels bench bench_kernels --minutes 3 ;;
     *) part "$name" bench bench_serving_pair --shape "$name" --systems stock freekv --only prefill-32k "decode-32k-*" --minutes 4.6 ;;
   esac
 done

@@ -19,6 +19,7 @@ class Trial(NamedTuple):
         ceiling: field of ``Ceilings`` that bounds it.
         error: relative, or the share of choices that are the reference's.
         idle: launches that are not the kernel's.
+        before: work before each launch, whose time is taken off.
     """
 
     launches: list[Callable[[], object]]
@@ -26,6 +27,7 @@ class Trial(NamedTuple):
     ceiling: str = "device"
     error: float | None = None
     idle: int = 0
+    before: Callable[[], object] | None = None
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:

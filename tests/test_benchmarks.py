@@ -14,17 +14,19 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import replay, replay_kernels, replay_load, report, start
+from benchmarks import bench_kernels, frame_trials, replay, replay_kernels, replay_load, report, start
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report
 from benchmarks.setups import Setup
 from benchmarks.stamp import code_of
+from benchmarks.timing import Ceilings
+from benchmarks.trial import Trial
 from engine import Engine
 from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
 from sglang_freekv.digests import Boxes
-from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, Misses, reference
+from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, FrameTables, Misses, on_gpu, reference
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.methods import METHODS
 
@@ -179,6 +181,7 @@ def test_draining_is_recall_to_the_list():
             ["--only", "*/plan*", "*/offload*", "*two_bit*"],
             {"ceilings", "tiny/plan_pages", "tiny/digest_two_bit-chunk"},
         ),
+        ("bench_kernels", ["--only", "*-rows/*"], {"ceilings", *(f"tiny-rows/{name}" for name in frame_trials.KERNELS)}),
         (
             "bench_recall",
             ["--host-gib", "0.02", "--units", "16", "--only", "16KiB*/*-8", "8KiB/copy-engine"],
@@ -191,6 +194,56 @@ def test_kernel_benchmarks_run_on_a_cpu(script, options, keys, monkeypatch, tmp_
     assert importlib.import_module(f"benchmarks.{script}").main() == 0, capsys.readouterr().out
     written = json.loads((tmp_path / f"{script}.json").read_text())
     assert set(written["results"]) >= keys and written["runs"][-1]["torch"] == torch.__version__
+
+
+class Watched:
+    """The Triton kernels of frames, which may do nothing; and the tables that each found."""
+
+    def __init__(self) -> None:
+        self.works, self.found = True, []
+
+    def __getattr__(self, name: str):
+        def kernel(*arguments) -> None:
+            tables = next(each for each in arguments if isinstance(each, FrameTables))
+            self.found.append([table.clone() for table in tables])
+            if self.works:
+                getattr(on_gpu, name)(*arguments)
+
+        return kernel
+
+
+@pytest.mark.parametrize("name", frame_trials.KERNELS)
+def test_a_kernel_that_begins_a_pass_finds_the_same_tables_each_time(name, monkeypatch):
+    monkeypatch.setattr(frame_trials, "kernels", kernels := Watched())
+    frames = frame_trials.Frames(bench_kernels.TINY_ROWS, DEVICE)
+    trial = frame_trials.KERNELS[name](frames)
+    for _ in range(2):
+        trial.before()
+        trial.launches[0]()
+    first, second, third = kernels.found
+    assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, third))
+    if name != "hold_pages":  # of resident pages it leaves all as it is
+        kernels.works = False
+        with pytest.raises(AssertionError, match="not the reference's"):
+            frame_trials.KERNELS[name](frames)
+
+
+def test_what_comes_before_each_launch_is_taken_off(monkeypatch):
+    clock = [0.0]
+
+    def take(seconds: float) -> None:
+        clock[0] += seconds
+
+    def time_all(launches, device) -> dict:
+        clock[0] = 0.0
+        for launch in launches:
+            launch()
+        return dict.fromkeys(("median", "min", "max"), clock[0] / len(launches)) | {"repeats": 1}
+
+    monkeypatch.setattr(bench_kernels, "time_graph", time_all)
+    trial = Trial([lambda: take(2.0), lambda: take(4.0)], num_bytes=6, before=lambda: take(5.0))
+    measured = bench_kernels.measure(trial, "cpu", Ceilings(device=4.0, to_device=1.0, to_host=1.0))
+    assert measured["us"]["median"] == pytest.approx(3e6) and measured["of_ceiling"] == pytest.approx(0.5)
 
 
 NAMED_CACHES = """
