@@ -25,6 +25,7 @@ class Candidates(NamedTuple):
         budget: pages of the sink, to choose, and of the window, in contexts that are not attended to in full.
         page_size: S.
         pooling: how the logits of a group become the weight by which its kv head selects, as in ``reference.select_pages``.
+        hysteresis: nats by which the pages of a kv head's last selection weigh more, 0 or above. Seeding has no last selection.
     """
 
     logits: torch.Tensor
@@ -35,6 +36,7 @@ class Candidates(NamedTuple):
     budget: PageBudget
     page_size: int
     pooling: Pooling = "softmax-mean"
+    hysteresis: float = 0.0
 
     @property
     def is_cuda(self) -> bool:
@@ -61,6 +63,12 @@ class Tables(NamedTuple):
         listed = self.attended[rows].where((rows > 0)[:, None, None], -1)
         in_slots = self.slot_pages[rows].gather(2, listed.clamp(min=0).long())
         return in_slots.where(listed >= 0, (-2 - listed).where(listed < -1, -1)).to(torch.int32)
+
+    def marked(self, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
+        """``[B, H, P]`` bool: which of the first ``num_pages`` pages, P, ``rows [B]`` attend to."""
+        pages = self.pages(rows)
+        marks = torch.zeros((*pages.shape[:2], num_pages + 1), dtype=torch.bool, device=pages.device)  # the last: no page
+        return marks.scatter_(2, pages.where(pages >= 0, num_pages).clamp(max=num_pages).long(), True)[..., :num_pages]
 
     def frames(self, rows: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         """``[B, H, A]`` int32 frames of these pages, -1 for a page that was resident and is absent now; ``frames`` as in ``Candidates``."""

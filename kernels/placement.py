@@ -10,30 +10,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, weigh_and_choose
+from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, ordered, unordered, weigh
 
 
 @triton.jit
-def choose(p_group, p_scratch, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr):
+def choose(p_group, p_scratch, p_tables, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr):
     """Note the chosen candidates, ``most`` at most, and return how many they are."""
     num_candidates = num_pages - SIZES.WINDOW - SIZES.SINK
     if num_candidates <= SIZES.P_FEW:
-        _choose_among(p_group, p_scratch, num_pages, P, most, SIZES, POOLING, SIZES.P_FEW)
+        _choose_among(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS, SIZES.P_FEW)
     elif num_candidates <= SIZES.P_MANY:
-        _choose_among(p_group, p_scratch, num_pages, P, most, SIZES, POOLING, SIZES.P_MANY)
+        _choose_among(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS, SIZES.P_MANY)
     else:
-        _choose_among(p_group, p_scratch, num_pages, P, most, SIZES, POOLING, SIZES.P_BLOCK)
+        _choose_among(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS, SIZES.P_BLOCK)
     return tl.minimum(tl.maximum(num_candidates, 0), most)
 
 
 @triton.jit
-def _choose_among(p_group, p_scratch, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
+def _choose_among(
+    p_group,
+    p_scratch,
+    p_tables,
+    num_pages,
+    P,
+    most,
+    SIZES: tl.constexpr,
+    POOLING: tl.constexpr,
+    HYSTERESIS: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+):
     """Note the chosen candidates in ascending order, and the weights of all candidates."""
     o_p = SIZES.SINK + tl.arange(0, P_BLOCK)
-    b_weight, m_chosen = weigh_and_choose(p_group, SIZES.SINK, num_pages, P, most, SIZES, POOLING, P_BLOCK)
+    b_weight, free = weigh(p_group, SIZES.SINK, num_pages, P, SIZES, POOLING, P_BLOCK)
+    m_candidate = b_weight != EXCLUDED
+    tl.store(p_scratch + o_p, b_weight, mask=m_candidate)
+    if HYSTERESIS > 0:
+        tl.debug_barrier()
+        _favour_last(p_scratch, p_tables, SIZES.SINK + free, SIZES, HYSTERESIS)
+        tl.debug_barrier()
+        b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
+    m_chosen = heaviest(b_weight, free, most)
     b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
     tl.store(p_scratch + P + b_rank, o_p, mask=m_chosen)
-    tl.store(p_scratch + o_p, b_weight, mask=b_weight != EXCLUDED)
+
+
+@triton.jit
+def _favour_last(p_weights, p_tables, end, SIZES: tl.constexpr, HYSTERESIS: tl.constexpr):
+    """Add to the weights of those pages of the last selection that are candidates, which all lie before ``end``."""
+    p_table, p_list, _ = p_tables
+    o_a = tl.arange(0, SIZES.A_BLOCK)
+    b_entry = tl.load(p_list + o_a, mask=o_a < SIZES.A, other=-1)
+    b_page = tl.where(b_entry < -1, -2 - b_entry, tl.load(p_table + b_entry, mask=b_entry >= 0, other=-1))
+    m_candidate = (b_page >= SIZES.SINK) & (b_page < end)
+    b_weight = unordered(tl.load(p_weights + b_page, mask=m_candidate, other=0)) + HYSTERESIS
+    tl.debug_barrier()  # several threads may have the same entry, and one of them writes
+    tl.store(p_weights + b_page, ordered(b_weight.to(tl.float32)), mask=m_candidate)
 
 
 @triton.jit

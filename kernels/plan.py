@@ -88,6 +88,7 @@ def _launch(
         A_PART=max(1, min(sizes.BUDGET_BLOCK, COMPARED // sizes.C_BLOCK)),
         SIZES=sizes,
         POOLING=candidates.pooling,
+        HYSTERESIS=float(candidates.hysteresis),
         **launch_of(sizes),
         **following(device, closely=reads is not None),
     )
@@ -126,16 +127,15 @@ def _plan_pages(
     A_PART: tl.constexpr,
     SIZES: tl.constexpr,
     POOLING: tl.constexpr,
+    HYSTERESIS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
     await_previous(FOLLOWS)
     let_next_in(FOLLOWS)
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_unit = i_b * SIZES.H + i_h
     row = tl.load(p_rows + i_b).to(tl.int64)
-    corrected = tl.load(p_corrected + i_unit).to(tl.int32)
-    seq_len = tl.load(p_seq_lens + i_b).to(tl.int32)
-    i_head = row * SIZES.H + i_h
+    i_unit, i_head = i_b * SIZES.H + i_h, row * SIZES.H + i_h
+    corrected, seq_len = tl.load(p_corrected + i_unit).to(tl.int32), tl.load(p_seq_lens + i_b).to(tl.int32)
     p_tables = p_slot_pages + i_head * SIZES.C, p_attended + i_head * SIZES.A, p_row_frames + row * SIZES.C
     p_row = p_page_table + i_b * P, p_frames + i_b * P, p_counts + row * 3
     p_reads, lost = None, 0
@@ -153,7 +153,8 @@ def _plan_pages(
     p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * (P + 2 * SIZES.A)
     now = p_now_length, p_now_pages, p_now_heads, p_now_frames, M_NOW
     ahead = p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_frames, M_AHEAD
-    _plan_head(p_group, p_scratch, p_tables, p_reads, p_row, now, ahead, i_h, (corrected, lost, seq_len, P), REST, A_PART, SIZES, POOLING)
+    select = corrected, lost, seq_len, P
+    _plan_head(p_group, p_scratch, p_tables, p_reads, p_row, now, ahead, i_h, select, REST, A_PART, SIZES, POOLING, HYSTERESIS)
 
 
 @triton.jit
@@ -171,6 +172,7 @@ def _plan_head(
     A_PART: tl.constexpr,
     SIZES: tl.constexpr,
     POOLING: tl.constexpr,
+    HYSTERESIS: tl.constexpr,
 ):
     """Select for one kv head, give the missing pages slots, and list those that are to be recalled."""
     p_table, p_list, p_row_frames = p_tables
@@ -181,7 +183,8 @@ def _plan_head(
     o_c = tl.arange(0, SIZES.C_BLOCK)
     b_page = tl.load(p_table + o_c, mask=o_c < SIZES.C, other=-1)
     b_frame = tl.load(p_row_frames + o_c, mask=o_c < SIZES.C, other=-1)
-    num_chosen = choose(p_group, p_scratch, num_pages, P, most_to_choose(p_frames, num_pages, P, SIZES), SIZES, POOLING)
+    most = most_to_choose(p_frames, num_pages, P, SIZES)
+    num_chosen = choose(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS)
     if not REST:
         if (lost != 0) & (num_pages > SIZES.A):
             num_chosen = choose_held(p_scratch + P, p_reads, num_pages, A_PART, SIZES)

@@ -48,6 +48,8 @@ def select_pages(
     page_size: int,
     pooling: Pooling = "softmax-mean",
     most: torch.Tensor | None = None,
+    *,
+    bonus: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weigh the candidate pages of every kv head and choose the heaviest; of two equal pages the earlier one.
 
@@ -62,6 +64,7 @@ def select_pages(
             stays in logarithms, because far pages would underflow to ties. "mean" and "max" take the group's logits as they are. A logit
             that overflowed does not count.
         most: ``[B]`` how many candidates to choose at most. None means those of ``budget``.
+        bonus: ``[B, H, P]`` float32 nats that are added to the weights of candidates. None means 0.
 
     Returns:
         ``(weights, order, required)``, each ``[B, H, P]``: float32 weights, -inf unless a page is a candidate; int64 pages from heavy to
@@ -73,7 +76,8 @@ def select_pages(
     candidate = ((pages >= budget.sink) & (pages < end))[:, None]
     fixed = (pages < num_pages) & ((pages < budget.sink) | (pages >= end))
     grouped = logits.unflatten(1, (num_kv_heads, -1)).masked_fill(~candidate[:, None], float("-inf"))
-    weights = _pool(grouped, pooling).masked_fill(~candidate, float("-inf"))
+    pooled = _pool(grouped, pooling)
+    weights = (pooled if bonus is None else pooled + bonus).masked_fill(~candidate, float("-inf"))
     order = weights.sort(dim=-1, descending=True, stable=True).indices
     wanted = pages < (budget.selected if most is None else most[:, None, None])
     chosen = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, wanted.expand_as(order)) & candidate
@@ -134,6 +138,9 @@ def plan_pages(
     A resident page is read in its frame. Every other selected page gets a slot, and keeps one that it has. Empty slots are taken first,
     then the slots of the lightest pages that are not required. The missing pages are put into these slots in ascending order.
 
+    With ``candidates.hysteresis`` h, the pages of a kv head's last selection weigh h more: those that it attends to by ``tables`` as they
+    stand when it selects, in slots or resident. So memory has no say in what is selected.
+
     A page of the last selection may have become absent since. Its kv head is *lost*: the page is missing, and recalled for this step. In a
     context of at most A pages it selects again, because more pages than slots may have become absent. A row
     without slots attends to resident pages only.
@@ -185,11 +192,13 @@ def plan_rest(
     _select_for((candidates.rows > 0)[:, None] & wanted, 1, candidates, heads.corrected, tables, misses_ahead, counts)
 
 
-def _select(candidates: Candidates, tables: Tables, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _select(
+    candidates: Candidates, tables: Tables, tokens: torch.Tensor, bonus: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`select_pages` among ``candidates`` as if the contexts had ``tokens [B]``."""
     most = most_to_choose(candidates, tables, tokens)
     where = candidates.budget, tables.slot_pages.shape[1], candidates.page_size, candidates.pooling
-    return select_pages(candidates.logits, tokens, *where, most)
+    return select_pages(candidates.logits, tokens, *where, most, bonus=bonus)
 
 
 def _select_for(
@@ -211,7 +220,8 @@ def _select_for(
     (slot_pages, attended, row_frames), budget, page_size = tables, candidates.budget, candidates.page_size
     rows, seq_lens, tokens, capacity = candidates.rows, candidates.seq_lens, candidates.seq_lens + more, slot_pages.shape[2]
     num_pages = -(-tokens[b] // page_size)
-    weights, _, required = (x[heads] for x in _select(candidates, tables, tokens))
+    bonus = candidates.hysteresis * tables.marked(rows, candidates.frames.shape[1]).float() if candidates.hysteresis else None
+    weights, _, required = (x[heads] for x in _select(candidates, tables, tokens, bonus))
     if held is not None:
         marked = torch.zeros(*required.shape[:-1], required.shape[1] + 1, dtype=torch.bool, device=b.device)  # the last: no page
         marked.scatter_(1, held[heads].where(held[heads] >= 0, required.shape[1]).long(), True)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.candidates import Candidates, Tables
-from sglang_freekv.kernels.select import heaviest, launch_of, most_to_choose, sizes_of, weigh_and_choose
+from sglang_freekv.kernels.select import heaviest, launch_of, most_to_choose, sizes_of, weigh
 
 
 def seed_slots(candidates: Candidates, tables: Tables) -> None:
@@ -76,12 +76,13 @@ def _seed(
     P_BLOCK: tl.constexpr,
 ):
     """Seed one kv head of a row."""
-    b_weight, m_chosen = weigh_and_choose(p_group, 0, num_pages, P, most_to_choose(p_frames, num_pages, P, SIZES), SIZES, POOLING, P_BLOCK)
+    b_weight, free = weigh(p_group, 0, num_pages, P, SIZES, POOLING, P_BLOCK)
+    m_chosen = heaviest(b_weight, free, most_to_choose(p_frames, num_pages, P, SIZES))
     o_p = tl.arange(0, P_BLOCK)
     m_fixed = (o_p < tl.minimum(num_pages, P)) & ((o_p < SIZES.SINK) | (o_p >= num_pages - SIZES.WINDOW))
     m_required = m_chosen | m_fixed
     m_resident = tl.load(p_frames + o_p, mask=o_p < tl.minimum(num_pages, P), other=-1) >= 0
-    m_extra = heaviest(b_weight, tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0), EXTRA)
+    m_extra = heaviest(b_weight, free, EXTRA)
     m_in_slot = (m_required | m_extra) & ~m_resident & has_slots
     b_slot = tl.cumsum(m_in_slot.to(tl.int32), 0) - 1
     b_in_frame = tl.cumsum((m_required & m_resident).to(tl.int32), 0) - 1

@@ -85,8 +85,8 @@ def most_to_choose(p_frames, num_pages, P, SIZES: tl.constexpr):
 
 
 @triton.jit
-def weigh_and_choose(p_logits, first, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
-    """Weights of the pages from ``first`` on, and a mask of the ``most`` chosen ones, from ``p_logits [G, P]``.
+def weigh(p_logits, first, num_pages, P, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
+    """Weights of the pages from ``first`` on, from ``p_logits [G, P]``, and how many of all pages are candidates.
 
     The weights are those of reference.select_pages as integers in the same order, without a term that all pages share.
     """
@@ -96,10 +96,21 @@ def weigh_and_choose(p_logits, first, num_pages, P, most, SIZES: tl.constexpr, P
         b_weight = _softmax_mean(p_logits, o_p, m_candidate, P, SIZES.G, SIZES.G_BLOCK, P_BLOCK)
     else:
         b_weight = _pooled_logits(p_logits, o_p, m_candidate, P, SIZES.G, POOLING)
-    b_bits = b_weight.to(tl.int32, bitcast=True)
-    b_order = tl.where(m_candidate, b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), EXCLUDED)
     free = tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0)
-    return b_order, heaviest(b_order, free, most)
+    return tl.where(m_candidate, ordered(b_weight), EXCLUDED), free
+
+
+@triton.jit
+def ordered(b_weight):
+    """Floats as integers in the same order."""
+    b_bits = b_weight.to(tl.int32, bitcast=True)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(b_order):
+    """The floats of which ``ordered`` made these integers."""
+    return (b_order ^ ((b_order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ DIGESTS = ("cuboid-mean", "min-max", "two-bit")
 WORD_TOKENS = 8  # tokens whose codes share a word of a two-bit digest
 MOST_SLOTS = (1 << 15) - 1  # slots of a row: two counts of slots share a word in the plan
 POOLINGS = ("softmax-mean", "mean", "max")
+MOST_NATS = 10.0  # of hysteresis; e^10 is 22,026 times the weight
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 MOST_STEPS = (1 << 31) - 1  # from one timed step to the next
@@ -64,6 +65,7 @@ class FreeKVConfig:
         digest: one of ``DIGESTS``: the summary by which pages are scored. None becomes the method's default.
         pooling: one of ``POOLINGS``: how the scores of a group become the weight by which its kv head selects. None becomes the method's
             default.
+        hysteresis: nats by which the pages of a kv head's last selection weigh more in the next one, 0 to ``MOST_NATS``.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget. A page beyond the
             budget needs no recall if it is selected again. None becomes the budget.
         dense_below_tokens: a context of at most so many tokens is attended to in full, if its absent pages fit the device cache.
@@ -89,6 +91,7 @@ class FreeKVConfig:
     tau: float | None = None
     digest: str | None = None
     pooling: str | None = None
+    hysteresis: float = 0.0
     device_cache_tokens: int | None = None
     dense_below_tokens: int = 0
     dense_layers: tuple[int, ...] = (0,)
@@ -112,6 +115,7 @@ class FreeKVConfig:
         self._check_dense_below()
         self._check_choices()
         self._check_tau()
+        self._check_hysteresis()
         self._check_recall_timing()
         if any(layer < 0 for layer in self.dense_layers):
             raise Refusal(
@@ -213,6 +217,12 @@ class FreeKVConfig:
     def _check_tau(self) -> None:
         if self.tau is not None and math.isnan(self.tau):
             raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
+
+    def _check_hysteresis(self) -> None:
+        if not 0 <= self.hysteresis <= MOST_NATS:
+            raise Refusal(
+                f"--freekv-hysteresis {self.hysteresis:g}: expected 0 to {MOST_NATS:g} nats; use 1.4 for fewer recalls, or leave it out"
+            )
 
     def _check_recall_timing(self) -> None:
         if not 0 <= self.recall_timing <= MOST_STEPS:

@@ -84,18 +84,16 @@ class Engine:
         """What a plan selects among by the scores ``logits [B, Hq, P]``."""
         config = self.config
         where = batch.rows, batch.seq_lens, batch.page_table, batch.frames
-        return Candidates(logits, *where, config.pages, config.page_size, self.policy.pooling)
+        return Candidates(logits, *where, config.pages, config.page_size, self.policy.pooling, config.hysteresis)
 
     def standing(self, layer: int, batch: DecodeBatch, logits: torch.Tensor) -> torch.Tensor:
         """``[B, Hq, P]`` float32 scores by which kv heads keep the pages that they attend to by the tables: 1 for these, else 0.
 
         A kv head that attends to more than the budget does so in full. It keeps its scores ``logits``, for the step that has to choose.
         """
-        held, pages = self.cache.layers[layer].tables.pages(batch.rows), batch.page_table.shape[1]
-        marked = torch.zeros((*held.shape[:2], pages + 1), dtype=logits.dtype, device=held.device)  # the last: no page
-        marked.scatter_(2, held.where(held >= 0, pages).clamp(max=pages).long(), 1)
-        group, in_full = logits.shape[1] // held.shape[1], (held >= 0).sum(-1) > self.config.pages.total
-        stands = marked[..., :pages].repeat_interleave(group, 1)
+        marked = self.cache.layers[layer].tables.marked(batch.rows, batch.page_table.shape[1])
+        group, in_full = logits.shape[1] // marked.shape[1], marked.sum(-1) > self.config.pages.total
+        stands = marked.to(logits.dtype).repeat_interleave(group, 1)
         return stands.where(~in_full.repeat_interleave(group, 1)[..., None], logits)
 
     def offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:

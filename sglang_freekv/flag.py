@@ -82,6 +82,7 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
 
 TOKENS = Kind({"type": int, "metavar": "TOKENS"}, _whole("tokens", FreeKVConfig.budget_tokens))
 STEPS = Kind({"type": int, "metavar": "STEPS"}, _whole("decode steps", 100))
+NATS = Kind({"type": float, "metavar": "NATS"}, _number)
 COSINE = Kind({"type": float, "metavar": "COSINE"}, _number)
 GIBIBYTES = Kind({"type": float, "metavar": "GIB"}, _number)
 LAYERS = Kind({"nargs": "+", "metavar": "LAYERS"}, _layers)

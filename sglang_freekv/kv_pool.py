@@ -152,6 +152,7 @@ class FreeKVPool(MHATokenToKVPool):
             "tau": self.config.tau,
             "digest": self.config.digest,
             "pooling": self.config.pooling,
+            "hysteresis": self.config.hysteresis,
             "page_size": self.page_size,
             "dense_layers": self.shape.layers.numbers(LayerKind.DENSE),
             "retrieval_layers": len(self.retrieval_index),
@@ -181,6 +182,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"rows for {self.num_rows} requests, {self.longest_requests} of the longest context; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
+            + (f"; hysteresis {config.hysteresis:g}" if config.hysteresis else "")
             + (f"; canary {config.canary}" if config.canary != "off" else "")
             + (f"; preset {config.preset} has set {config.told_preset}" if config.preset is not None else "")
         )

@@ -16,7 +16,7 @@ from sglang_freekv.config import (
     FreeKVConfig,
     Refusal,
 )
-from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, STEPS, TOKENS, Flag, one_of
+from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, NATS, STEPS, TOKENS, Flag, one_of
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.methods import METHODS
 from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
@@ -85,6 +85,13 @@ FLAGS = {
         f"How a kv head ranks pages by the scores of its query heads. Default: {DEFAULTS.pooling} with freekv, softmax-mean with louiskv, "
         "max with quest, mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
         "scores as they are. max lets a single query head that looks for a single token have it.",
+    ),
+    "freekv_hysteresis": Flag(
+        "hysteresis",
+        NATS,
+        f"How many nats the pages of a kv head's last selection weigh more in the next one. Default: {DEFAULTS.hysteresis:g}. A page that is "
+        "not much better then replaces none of them, so fewer pages are recalled. 1.4 makes a page of the last selection weigh four "
+        "times as much. What it does to answers has not been measured on tasks.",
     ),
     "freekv_device_cache": Flag(
         "device_cache_tokens",

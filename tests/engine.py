@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -54,8 +55,11 @@ def attend(request: Request, layer: int, head: int, position: int, tokens: list[
     return (q @ k.T * SCALE).softmax(-1) @ v
 
 
-def choose(config: FreeKVConfig, request: Request, layer: int, head: int, position: int, tokens: int) -> set[int]:
-    """Pages chosen by the query at ``position`` among the candidates of a context of ``tokens`` tokens."""
+def choose(
+    config: FreeKVConfig, request: Request, layer: int, head: int, position: int, tokens: int, before: Collection[int] = ()
+) -> set[int]:
+    """Pages chosen by the query at ``position`` among the candidates of a context of ``tokens`` tokens. Those of the selection ``before``
+    weigh more."""
     size = config.page_size
     last = -(-tokens // size) - config.pages.window
     candidates = list(range(config.pages.sink, last))
@@ -75,7 +79,8 @@ def choose(config: FreeKVConfig, request: Request, layer: int, head: int, positi
         scores = (q[..., None, :] * moved).sum(-1).mul(SCALE).logsumexp(-1)
     else:
         scores = torch.maximum(q * upper, q * lower).sum(-1) * SCALE
-    pooled = {"softmax-mean": scores.softmax(-1).mean(0), "max": scores.amax(0), "mean": scores.mean(0)}[config.pooling]
+    pooled = {"softmax-mean": scores.softmax(-1).mean(0).log(), "max": scores.amax(0), "mean": scores.mean(0)}[config.pooling]
+    pooled += config.hysteresis * torch.tensor([page in before for page in candidates])
     most = len(candidates) if tokens <= config.dense_below_tokens else config.pages.selected
     return {candidates[index] for index in pooled.sort(descending=True, stable=True).indices[:most].tolist()}
 
@@ -90,15 +95,16 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
             chosen = choose(config, request, layer, head, n - 2, n)
         compared = (request.q[layer, n - 1], request.q[layer, n - 2]) if config.method == "louiskv" else (now, before)
         is_corrected = config.tau is None or F.cosine_similarity(*compared, dim=-1).mean() < config.tau
-        if is_corrected:
-            chosen, corrected = choose(config, request, layer, head, n - 1, n), corrected + 1
         pages = -(-n // size)
-        attended = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window} | chosen
+        fixed = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window}
+        if is_corrected:
+            chosen, corrected = choose(config, request, layer, head, n - 1, n, fixed | chosen), corrected + 1
+        attended = fixed | chosen
         tokens = [t for p in sorted(attended) for t in range(p * size, min((p + 1) * size, n))]
         outputs.append(attend(request, layer, head, n - 1, tokens))
         stands = config.method == "louiskv" and len(chosen) == config.pages.selected and n >= config.dense_below_tokens
         if is_corrected or not stands:
-            chosen = choose(config, request, layer, head, n - 1, n + 1)
+            chosen = choose(config, request, layer, head, n - 1, n + 1, attended)
         request.speculative[layer, head] = chosen
     return torch.cat(outputs), corrected
 
@@ -261,6 +267,29 @@ CONFIGS = {
     ),
     "two-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="two-bit"),
     "max-pooling": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), pooling="max"),
+    "hysteresis": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), hysteresis=0.3),
+    "hysteresis-slack-max-pooling": FreeKVConfig(
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=64,
+        pooling="max",
+        hysteresis=0.7,
+    ),
+    "hysteresis-in-full-below": FreeKVConfig(
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=72,
+        dense_below_tokens=72,
+        hysteresis=0.2,
+    ),
     "two-bit-slack": FreeKVConfig(
         budget_tokens=80,
         sink_tokens=16,
@@ -294,5 +323,8 @@ CONFIGS = {
     "arkvale": FreeKVConfig("arkvale", budget_tokens=40, sink_tokens=0, window_tokens=16, page_size=8, dense_layers=()),
     "arkvale-slack": FreeKVConfig(
         "arkvale", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=(), device_cache_tokens=64
+    ),
+    "arkvale-hysteresis": FreeKVConfig(
+        "arkvale", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, dense_layers=(), device_cache_tokens=64, hysteresis=0.2
     ),
 }

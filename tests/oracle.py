@@ -7,12 +7,14 @@ One decode step of one layer, with n tokens in the context including the one bei
     2. every other kv head uses the pages that the previous step selected for it;
     3. each kv head attends to sink + selected + window pages;
     4. every kv head selects its pages for the next step, among the candidates of n + 1 tokens.
+With hysteresis h, a selection takes the pages of the kv head's last one (sink and window included) for e^h times as good.
 
 Letters: H kv heads, G group (query heads of a kv head), D head_dim, P pages, S page size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,7 @@ class OracleSettings:
     dense_layers: tuple[int, ...] = (0,)
     digest: str = "cuboid-mean"
     dense_below: int = 0
+    hysteresis: float = 0.0
 
     def __post_init__(self) -> None:
         whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window, self.dense_below))
@@ -157,11 +160,18 @@ def score(query: torch.Tensor, maxima: torch.Tensor, minima: torch.Tensor) -> to
     return torch.maximum(query * maxima, query * minima).sum(dim=-1)
 
 
-def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSettings, scaling: float | None = None) -> list[Selection]:
+def select(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    n: int,
+    settings: OracleSettings,
+    scaling: float | None = None,
+    last: Sequence[Collection[int]] | None = None,
+) -> list[Selection]:
     """Best candidates of a context of n tokens for each kv head; of equal scores the lower page number wins.
 
     Query [H, G, D] and keys [H, n, D] are post-RoPE. The last key may be missing: it lies in the window, unscored. The scaling is that of
-    the layer's attention, 1 / sqrt(D) unless given.
+    the layer's attention, 1 / sqrt(D) unless given. The pages of ``last`` are those of each kv head's last selection, if there was one.
     """
     query, competing = query.float() * (query.shape[-1] ** -0.5 if scaling is None else scaling), candidates(n, settings)
     if settings.digest == "two-bit":
@@ -170,6 +180,9 @@ def select(query: torch.Tensor, keys: torch.Tensor, n: int, settings: OracleSett
         maxima, minima = digest(keys, settings.page, settings.digest)
         scores = score(query, maxima[:, competing], minima[:, competing])
     pooled = scores.softmax(dim=-1).mean(dim=1)
+    if last is not None:
+        again = torch.tensor([[page in pages for page in competing] for pages in last], dtype=torch.bool).view_as(pooled)
+        pooled = pooled.where(~again, pooled * math.exp(settings.hysteresis))
     ranked, order = pooled.sort(dim=-1, descending=True, stable=True)
     kept = settings.selected_pages(n)
     chosen = [sorted(competing[i] for i in best) for best in order[:, :kept].tolist()]
@@ -200,7 +213,8 @@ def decode_step(query, keys, previous, speculative: list[Selection], settings: O
     n = keys.shape[1]
     cosines = similarity(query, previous)
     corrected = [cosine < settings.tau for cosine in cosines]
-    now = select(query, keys, n, settings, scaling)
+    last = [sorted({*pinned(n, settings), *selection.pages}) for selection in speculative]
+    now = select(query, keys, n, settings, scaling, last)
     chosen = [now[head] if corrected[head] else speculative[head] for head in range(len(keys))]
     attended = [sorted({*pinned(n, settings), *selection.pages}) for selection in chosen]
     return LayerStep(corrected, attended, cosines, [selection.gap for selection in chosen])
@@ -219,9 +233,10 @@ class Generation:
         """Attention of the last T of n tokens: query [Hq, T, D], keys and values [H, n, D] -> [Hq, T, D]."""
         settings, (heads, n, dim) = self.settings, keys.shape
         retrieval = settings is not None and layer not in settings.dense_layers
-        last_query = query[:, -1].reshape(heads, -1, dim)
+        last_query, last = query[:, -1].reshape(heads, -1, dim), None
         if retrieval and not prefill:
             step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings, scaling)
+            last = step.attended
             output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling)
         else:
             step = LayerStep.dense(heads, page_count(n, settings.page) if settings else 0)
@@ -230,7 +245,7 @@ class Generation:
             )[0]
         if retrieval:
             self.previous[layer] = last_query
-            self.speculative[layer] = select(last_query, keys, n + 1, settings, scaling)
+            self.speculative[layer] = select(last_query, keys, n + 1, settings, scaling, last)
         assert layer == len(self.step), f"layer {layer} attended after {len(self.step)} layers: expected model order"
         self.step.append(step)
         return output

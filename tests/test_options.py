@@ -41,6 +41,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
     "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole, "freekv_preset": st.sampled_from(list(PRESETS)),
+    "freekv_hysteresis": numbers | whole,
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -64,6 +65,7 @@ def refused(make) -> str | None:
     assert config.dense_below_tokens % size == 0 and config.attended_pages == max(pages.total, config.dense_below_tokens // size)
     assert config.attended_pages <= (config.cache_pages if config.resident_memory_gib == 0 else MOST_SLOTS)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
+    assert 0 <= config.hysteresis <= 10
     assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
 
@@ -76,7 +78,7 @@ def refused(make) -> str | None:
         "device_cache_tokens": st.none() | whole, "dense_below_tokens": whole, "dense_layers": st.lists(whole, max_size=3).map(tuple),
         "host_memory_gib": st.none() | numbers, "resident_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
-        "recall_timing": whole, "preset": st.none() | st.sampled_from(list(PRESETS)) | words,
+        "recall_timing": whole, "preset": st.none() | st.sampled_from(list(PRESETS)) | words, "hysteresis": numbers,
     })
 )  # fmt: skip
 @settings(max_examples=500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -73,3 +74,6 @@ def test_the_pool_tells_the_method_and_its_threshold(name):
     assert ("no tau, every kv head is corrected," if tau is None else f"tau {tau:g},") in line
     assert f" {METHODS[name].digest} digests, {METHODS[name].pooling} pooling; host pool " in line
     assert math.prod(POLICIES[name](config).digests.shape(16, 4)) == pool.shape.digest_elements
+    assert facts["hysteresis"] == 0 and "hysteresis" not in line
+    pool.config = replace(config, hysteresis=1.4)
+    assert pool.describe()["hysteresis"] == 1.4 and "; hysteresis 1.4" in pool.activation_line()

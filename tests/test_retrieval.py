@@ -15,6 +15,7 @@ from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expe
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.decode_step import plans_ahead_first
 from sglang_freekv.kernels import CORRECTED, RECALLED
+from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.memory_pool.reclaim import reclaim
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.retrieval import Retrieval
@@ -78,6 +79,39 @@ def test_decode_follows_the_paper(prompts, resident, config, stream):
     assert any(corrected) == (tau > -1)
     if tau > 1:
         assert corrected == [17 * LAYERS * HEADS] * len(corrected)
+
+
+def _marked_by_slots(tables: Tables, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
+    in_slots = tables.slot_pages[rows]
+    marks = torch.zeros((*in_slots.shape[:2], num_pages + 1), dtype=torch.bool)
+    return marks.scatter_(2, in_slots.where(in_slots >= 0, num_pages).long(), True)[..., :num_pages]
+
+
+@pytest.mark.parametrize("by", ["last selection", "slots"])
+def test_memory_has_no_say_in_hysteresis(by, monkeypatch):
+    """Whatever is resident, the same pages are selected. The negative control favours what is in slots, which is not always selected."""
+    if by == "slots":
+        monkeypatch.setattr(Tables, "marked", _marked_by_slots)
+    seen = []
+    for resident in (0, 20, 400):
+        engine = Engine(CONFIGS["hysteresis-slack-max-pooling"], prompts=[64, 99], steps=17, stream=InlineStream, resident=resident)
+        engine.extend(engine.requests, [request.prompt for request in engine.requests])
+        rows, pages = torch.tensor([request.row for request in engine.requests]), []
+        for _ in range(17):
+            engine.decode(engine.requests)
+            engine.retrieval.complete_all_transfers()
+            pages.append(torch.stack([layer.tables.pages(rows).sort().values for layer in engine.retrieval.cache.layers]))
+        seen.append(torch.stack(pages))
+    assert [torch.equal(seen[0], other) for other in seen[1:]] == [by == "last selection"] * 2
+
+
+def test_hysteresis_saves_recalls():
+    recalled = []
+    for name in ("tight", "hysteresis"):
+        engine = Engine(CONFIGS[name], prompts=[5, 64, 99], steps=17, stream=InlineStream)
+        engine.run(steps=17)
+        recalled.append(int(engine.retrieval.counts[:, RECALLED].sum()))
+    assert 0 < recalled[1] < recalled[0]
 
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream])

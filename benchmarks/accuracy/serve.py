@@ -29,7 +29,7 @@ from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 NEVER = -2.0  # below every cosine
 TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default
-TWO_BIT, MAX = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": "max"}
+TWO_BIT, MAX, HYSTERESIS = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": "max"}, {"--freekv-hysteresis": 1.4}
 FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
 SELECTIONS = {
     "page-16": {"--page-size": 16},
@@ -41,6 +41,9 @@ SELECTIONS = {
     "two-bit-page-8": TWO_BIT | {"--page-size": 8},
     "two-bit-narrow-page-8": TWO_BIT | FINE,
     "max-narrow-page-8": MAX | FINE,
+    "hysteresis": HYSTERESIS,
+    "two-bit-page-8-hysteresis": TWO_BIT | {"--page-size": 8} | HYSTERESIS,
+    "two-bit-narrow-page-8-hysteresis": TWO_BIT | FINE | HYSTERESIS,
 }
 
 

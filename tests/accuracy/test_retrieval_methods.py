@@ -41,6 +41,9 @@ FREEKV = {
     "freekv-two-bit-narrow-page-8": FreeKV(digest="two-bit", page=8, sink=16, window=32),
     "freekv-max-narrow-page-8": FreeKV(pooling="max", page=8, sink=16, window=32),
     "freekv-max-pool": FreeKV(pooling="softmax-max"),
+    "freekv-hysteresis": FreeKV(hysteresis=1.4),
+    "freekv-two-bit-page-8-hysteresis": FreeKV(digest="two-bit", page=8, hysteresis=1.4),
+    "freekv-two-bit-narrow-page-8-hysteresis": FreeKV(digest="two-bit", page=8, sink=16, window=32, hysteresis=1.4),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
     "freekv-tau-0.70": FreeKV(tau=0.70),
@@ -238,8 +241,8 @@ def naive_arkvale(request, budget, method):
         yield chosen, None, None
 
 
-def freekv_select(query, keys, n, budget, method):
-    """Pages of one kv head for a context of n tokens."""
+def freekv_select(query, keys, n, budget, method, last=()):
+    """Pages of one kv head for a context of n tokens. Those that the last selection attended to weigh more."""
     _, candidates, _ = layout(n, budget)
     scores = torch.tensor(page_scores(query, keys, candidates, budget.page, method.digest), dtype=torch.float64)
     if method.scaled:
@@ -247,6 +250,9 @@ def freekv_select(query, keys, n, budget, method):
     odds = [(scores[:, one] if method.pooling == "max" else torch.softmax(scores[:, one], dim=0)).tolist() for one in range(GROUP)]
     pool = {"softmax-mean": mean, "softmax-max": max, "max": max}[method.pooling]
     ranking = [pool(each) for each in zip(*odds)]
+    if method.hysteresis:
+        weights = ranking if method.pooling == "max" else [math.log(each) for each in ranking]
+        ranking = [weight + method.hysteresis * (page in last) for weight, page in zip(weights, candidates)]
     return [candidates[place] for place in best(ranking, (budget.total - budget.sink - budget.window) // budget.page)]
 
 
@@ -254,6 +260,8 @@ def naive_freekv(request, budget, method):
     budget = replace(budget, page=method.page or budget.page, sink=method.sink or budget.sink, window=method.window or budget.window)
     asked = list(request.queries[request.tokens - 1])
     ahead = [freekv_select(asked[head], request.keys[head], request.tokens + 1, budget, method) for head in range(HEADS)]
+    sink, _, window = layout(request.tokens + 1, budget)
+    last = [{*sink, *numbers, *window} for numbers in ahead]
     for at in request.steps:
         sink, _, window = layout(at + 1, budget)
         chosen, corrected, similarity = [], [], []
@@ -261,12 +269,16 @@ def naive_freekv(request, budget, method):
             query, keys = request.queries[at, head], request.keys[head]
             if method.early:
                 asked[head] = request.early[at, head]
-                ahead[head] = freekv_select(asked[head], keys, at + 1, budget, method)
+                ahead[head] = freekv_select(asked[head], keys, at + 1, budget, method, last[head])
+                last[head] = {*sink, *ahead[head], *window}
             similarity.append(mean([cosine(one, other) for one, other in zip(query, asked[head])]))
             corrected.append(method.correction and similarity[head] < method.tau)
-            numbers = freekv_select(query, keys, at + 1, budget, method) if corrected[head] else ahead[head]
+            numbers = freekv_select(query, keys, at + 1, budget, method, last[head]) if corrected[head] else ahead[head]
+            last[head] = {*sink, *numbers, *window}
             chosen.append(page_tokens([*sink, *numbers, *window], budget.page, at + 1))
-            asked[head], ahead[head] = query, freekv_select(query, keys, at + 2, budget, method)
+            asked[head], ahead[head] = query, freekv_select(query, keys, at + 2, budget, method, last[head])
+            _, _, next_window = layout(at + 2, budget)
+            last[head] = {*sink, *numbers, *window} if method.early else {*sink, *ahead[head], *next_window}
         yield chosen, corrected, similarity
 
 
@@ -442,13 +454,13 @@ def test_cases_turn_and_keep_their_choice():
         assert 0.1 < torch.stack([trace.corrected.float().mean() for trace in traces]).mean() < 0.9, name
 
 
-@pytest.mark.parametrize("tau", [0.8, 0.9, 1.0])
+@pytest.mark.parametrize(("tau", "hysteresis"), [(0.8, 0.0), (0.9, 0.0), (0.9, 1.4), (1.0, 0.0), (1.0, 0.6)])
 @pytest.mark.parametrize("tokens", [72, 250, 320], ids="tokens={}".format)
-def test_freekv_is_the_oracle(tokens, tau, reads):
+def test_freekv_is_the_oracle(tokens, tau, hysteresis, reads):
     """72 tokens have fewer candidates than the budget has places; 320 end with a page."""
     text = Text.random(tokens, seed=tokens)
-    settings = oracle.OracleSettings(WIDE.total, WIDE.sink, WIDE.window, tau, WIDE.page)
-    outputs, traces = run(FreeKV(tau=tau), text, WIDE)
+    settings = oracle.OracleSettings(WIDE.total, WIDE.sink, WIDE.window, tau, WIDE.page, hysteresis=hysteresis)
+    outputs, traces = run(FreeKV(tau=tau, hysteresis=hysteresis), text, WIDE)
     for row in range(BATCH):
         queries = text.queries[row].unflatten(0, (HEADS, GROUP))
         keys, values, previous = text.keys[row], text.values[row], queries[:, :, tokens - 1]
@@ -460,7 +472,7 @@ def test_freekv_is_the_oracle(tokens, tau, reads):
             assert traces[index].corrected[row].tolist() == expected.corrected
             attended = oracle.attend_to_pages(expected.attended, query, keys[:, :n], values[:, :n], WIDE.page, SCALE)
             torch.testing.assert_close(outputs[index][row], attended[:, 0], atol=1e-5, rtol=1e-4)
-            previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings)
+            previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings, last=expected.attended)
 
 
 def test_tau_of_one_blocks(reads):
@@ -548,6 +560,7 @@ def test_entries_are_the_settings_that_their_names_say():
     ("begin", "message"),
     [
         (lambda: FreeKV(tau=1.5), "expected -1 to 1"),
+        (lambda: FreeKV(hysteresis=-0.1), "expected 0 to 10"),
         (lambda: FreeKV(pooling="sum"), "expected one of softmax-mean"),
         (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, two-bit"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),

@@ -19,7 +19,7 @@ SETTINGS = {
     "never-corrected-small-pages": OracleSettings(
         budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max", dense_below=1024
     ),
-    "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=()),
+    "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=(), hysteresis=0.5),
 }
 IN_FULL = "never-corrected-small-pages"  # contexts below a limit, which one of the prompts outgrows
 RESIDENT = {  # pages in device memory beside the slots of all rows; settings without a number have none, and every row has slots
@@ -44,7 +44,7 @@ def flags_of(settings: OracleSettings, resident: int | None) -> dict:
     edges = {"sink": settings.sink, "window": settings.window}
     flags = freekv(settings.budget, **edges, tau=settings.tau, dense_layers=dense, digest=settings.digest)
     page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * HEAD_DIM * 4
-    flags["--freekv-dense-below"] = settings.dense_below
+    flags["--freekv-dense-below"], flags["--freekv-hysteresis"] = settings.dense_below, settings.hysteresis
     flags["--freekv-resident-memory"] = resident and (resident + 0.5) * page_bytes / GIB
     return flags | {"--page-size": settings.page, "--chunked-prefill-size": 512}
 

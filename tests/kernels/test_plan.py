@@ -89,7 +89,9 @@ class Sequences:
         ahead_first=True,
         residency=0.0,
         attended=None,
+        hysteresis=0.0,
     ) -> None:
+        self.hysteresis = hysteresis
         self.budget, self.size, self.group, self.pooling, self.kind, self.ahead_first = budget, size, group, pooling, kind, ahead_first
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=ids, device=DEVICE)
@@ -137,7 +139,8 @@ class Sequences:
             apart = False
             while not apart:
                 drawn = 3 * torch.randn(shape, device=DEVICE)
-                apart = all(self._apart(self.weights(drawn.flatten(1, 2), ahead)) for ahead in (False, True))
+                weights = [self.weights(drawn.flatten(1, 2), ahead) for ahead in (False, True)]
+                apart = all(self._apart(torch.cat([each, each + self.hysteresis], -1) if self.hysteresis else each) for each in weights)
         return drawn.where(self.candidates(True)[:, None, None], torch.nan).flatten(1, 2).contiguous()
 
     @staticmethod
@@ -151,7 +154,8 @@ class Sequences:
         return (self.seq_lens % self.size == 0)[:, None]
 
     def given(self, logits: torch.Tensor) -> Candidates:
-        return Candidates(logits, self.rows, self.seq_lens, self.page_table, self.frames, self.budget, self.size, self.pooling)
+        where = logits, self.rows, self.seq_lens, self.page_table, self.frames, self.budget, self.size
+        return Candidates(*where, self.pooling, self.hysteresis)
 
     def seed(self, logits: torch.Tensor) -> None:
         for seeding, state in ((seed_slots, self.ours), (reference.seed_slots, self.theirs)):
@@ -229,7 +233,7 @@ class Sequences:
                 assert set(pages) == set(was)
             elif weights is not None and candidates - set(pages):
                 chosen, left = (weights[b, h, sorted(some)] for some in (candidates & set(pages), candidates - set(pages)))
-                assert chosen.min() >= left.max() - 1e-4
+                assert chosen.min() >= left.max() - 1e-4 - self.hysteresis
 
     def assert_sound(self, heads: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         """Properties of the tables of ``heads [B, H]``, which are those of the next step; the reference is not asked."""
@@ -249,7 +253,7 @@ class Sequences:
             assert pages >= set(range(num_pages)) - candidates
             if weights is not None and candidates - pages:
                 chosen, left = (weights[b, h, sorted(some)] for some in (candidates & pages, candidates - pages))
-                assert chosen.min() >= left.max() - 1e-4
+                assert chosen.min() >= left.max() - 1e-4 - self.hysteresis
 
     def tables(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self.ours, name).clone() for name in ("slot_pages", "attended")}
@@ -271,6 +275,7 @@ CASES = {
     "max": SimpleNamespace(lens=[30, 2, 11, 17], budget=PageBudget(3, 7, 5), capacity=20, size=1, group=4, pooling="max"),
     "in-full-if-it-fits": SimpleNamespace(lens=[46, 9, 48, 33], budget=PageBudget(2, 4, 2), capacity=9, size=4, group=3, attended=12),
 }
+CASES |= {f"{name}-hysteresis": SimpleNamespace(**vars(CASES[name]), hysteresis=1.4) for name in ("slack", "max", "in-full-if-it-fits")}
 
 
 @pytest.mark.parametrize("kind, residency", [("ties", 0.0), ("ties", 0.6), ("distinct", 0.3)])
@@ -324,9 +329,9 @@ def test_seeding_writes_its_rows_and_no_other():
     assert (run.ours.slot_pages[REAL.new_tensor(ROWS, dtype=torch.long)][REAL] != NEVER).all()
 
 
-@pytest.mark.parametrize("size, capacity", [(2, 64), (1, 96), (1, 256)])
-def test_long_contexts_with_many_ties(size, capacity):
-    run = Sequences([5000, 40, 900, 2100], PageBudget(16, 32, 16), capacity, size, 4, steps=2)
+@pytest.mark.parametrize("size, capacity, hysteresis", [(2, 64, 0.0), (1, 96, 1.4), (1, 256, 0.0)])
+def test_long_contexts_with_many_ties(size, capacity, hysteresis):
+    run = Sequences([5000, 40, 900, 2100], PageBudget(16, 32, 16), capacity, size, 4, steps=2, hysteresis=hysteresis)
     run.seed(run.logits())
     run.seq_lens += 1
     run.plan_both(run.logits(), some_heads())

@@ -12,6 +12,7 @@ MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
     "kv-retrieval", "freekv-preset", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
     "freekv-dense-below", "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
+    "freekv-hysteresis",
 )  # fmt: skip
 CHOICES = {
     "freekv-preset": "fast",
@@ -76,6 +77,8 @@ WRONG = {
         "--kv-retrieval",
         "quest",
     ): "--freekv-preset fast: expected none with --kv-retrieval quest, because presets",
+    ("--freekv-hysteresis", "nan"): "--freekv-hysteresis nan: expected 0 to 10 nats; use 1.4",
+    ("--freekv-hysteresis", 14): "--freekv-hysteresis 14: expected 0 to 10 nats; use 1.4",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
@@ -167,7 +170,7 @@ def test_defaults(outcomes):
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
-        "digest": "cuboid-mean", "pooling": "softmax-mean",
+        "digest": "cuboid-mean", "pooling": "softmax-mean", "hysteresis": 0.0,
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
         "preset": DEFAULT_PRESET, "preset_set": list(PRESETS[DEFAULT_PRESET].settings),

@@ -37,6 +37,7 @@ class FreeKV:
             tokens from each other.
         page, sink, window: tokens, in place of the budget's. Smaller pages find evidence that lies scattered, and their digests take more
             room; a narrow sink and window leave more of the budget to selection.
+        hysteresis: nats by which the pages of the last selection weigh more.
         early: the query that selects, and that the similarity is with, is the step's own, made of the input of the layer before, in
             place of the last step's.
     """
@@ -51,11 +52,14 @@ class FreeKV:
     page: int | None = None
     sink: int | None = None
     window: int | None = None
+    hysteresis: float = 0.0
     early: bool = False
 
     def __post_init__(self) -> None:
         if not -1 <= self.tau <= 1:
             raise ValueError(f"tau {self.tau}: expected -1 to 1")
+        if not 0 <= self.hysteresis <= 10:
+            raise ValueError(f"hysteresis {self.hysteresis}: expected 0 to 10")
         for name, allowed in (("pooling", POOLINGS), ("digest", DIGESTS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} {value}: expected one of {', '.join(allowed)}")
@@ -67,12 +71,16 @@ class FreeKV:
 
 
 class FreeKVCache:
-    """``ahead``: the pages ``[B, H, K]`` selected for the next step, with the query ``previous`` ``[B, H, G, D]``."""
+    """``ahead``: the pages ``[B, H, K]`` selected for the next step, with the query ``previous`` ``[B, H, G, D]``.
+
+    ``last``: the pages of the last selection, and the tokens of its context.
+    """
 
     def __init__(self, settings: FreeKV, prompt: Prompt, pages: Pages) -> None:
         self.settings, self.pages = settings, pages
         self.previous = grouped(prompt.queries[:, :, -1], pages.heads)
-        self.ahead = self._select(self.previous, prompt.keys.shape[2] + 1)
+        self.last: tuple[torch.Tensor, int] | None = None
+        self._select_ahead(prompt.keys.shape[2] + 1)
         self.trace: Trace | None = None
 
     def attend(self, step: Step) -> torch.Tensor:
@@ -80,18 +88,28 @@ class FreeKVCache:
         n, query = step.position + 1, grouped(step.query, self.pages.heads)
         if self.settings.early:
             self.previous = grouped(step.early_query, self.pages.heads)
-            self.ahead = self._select(self.previous, n)
+            self._select_ahead(n)
         cosines = similarity(query, self.previous)
         corrected = cosines < self.settings.tau if self.settings.correction else torch.zeros_like(cosines, dtype=torch.bool)
         chosen = torch.where(corrected[..., None], self._select(query, n), self.ahead)
+        self.last = chosen, n
         output, read = self.pages.attend(step.query, chosen)
         self.trace = replace(read, corrected=corrected, similarity=cosines)
         if not self.settings.early:
-            self.previous, self.ahead = query, self._select(query, n + 1)
+            self.previous = query
+            self._select_ahead(n + 1)
         return output
+
+    def _select_ahead(self, n: int) -> None:
+        self.ahead = self._select(self.previous, n)
+        self.last = self.ahead, n
 
     def _select(self, query: torch.Tensor, n: int) -> torch.Tensor:
         scores = self.pages.scores(query, n)
         if self.settings.scaled:
             scores = scores / query.shape[-1] ** 0.5
-        return self.pages.best(POOLINGS[self.settings.pooling](scores))
+        ranking = POOLINGS[self.settings.pooling](scores)
+        if self.last is not None and self.settings.hysteresis:
+            bonus = self.settings.hysteresis * self.pages.kept(*self.last, n)
+            ranking = ranking + bonus if self.settings.pooling == "max" else ranking * bonus.exp()
+        return self.pages.best(ranking)

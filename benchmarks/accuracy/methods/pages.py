@@ -189,6 +189,12 @@ class Pages:
         """``[B, H, G, C]`` of each candidate page of n tokens, for queries ``[B, H, G, D]``."""
         return self.score(query, *(digests.data[:, :, self.layout.candidates(n)] for digests in self._digests))
 
+    def kept(self, pages: torch.Tensor, before: int, n: int) -> torch.Tensor:
+        """``[B, H, C]`` bool: which candidates of n tokens were attended to with the pages ``[B, H, K]`` in a context of ``before`` tokens."""
+        attended = marked(pages, -(-n // self.layout.page))
+        attended[..., self.layout.candidates(before).stop :] = True
+        return attended[..., self.layout.candidates(n)]
+
     def best(self, ranking: torch.Tensor) -> torch.Tensor:
         """Pages ``[B, H, K]`` of the highest ranking ``[B, H, C]`` among the candidates; of equal ones the lower number wins."""
         order = ranking.sort(dim=-1, descending=True, stable=True).indices
