@@ -32,7 +32,8 @@ class Late:
 
 
 def names(work: Callable[[], None]) -> str:
-    function = getattr(work, "func", work)  # of a partial
+    function = getattr(work, "__wrapped__", work)  # of one that a stream starts late
+    function = getattr(function, "func", function)  # of a partial
     return f"{function.__qualname__} {function.__name__}"
 
 
@@ -46,7 +47,7 @@ class Hands(Engine):
 
     def __init__(self, stream, lendable: int, late: Late, device: str = "cpu") -> None:
         super().__init__(CONFIG, [], 0, stream, device=device, resident=lendable - 8 * CONFIG.cache_pages)
-        self.late, self.running, self.told = late, [], []
+        self.late, self.stream, self.running, self.told = late, stream, [], []
 
     def used_rows(self) -> set[int]:
         return {request.row for request in self.running}
@@ -163,6 +164,14 @@ def without_waiting_for(name: str) -> Callable[[Hands], None]:
     return remove
 
 
+def seeding_beside_the_step(engine: Hands) -> None:
+    """A step begins while its rows are seeded, on a stream that it is not behind. A captured step is behind no stream but main."""
+    without_waiting_for(SEED)(engine)
+    selection, beside = engine.retrieval.streams.selection, engine.stream()
+    submit = selection.submit
+    selection.submit = lambda work, behind=None: (beside.submit if SEED in names(work) else submit)(work, behind)
+
+
 def without_waiting_for_absent_pages(engine: Hands) -> None:
     """An extend in place attends before the pages of its prefix are there."""
     in_place, stream, kept = engine.retrieval.store.in_place, engine.retrieval.store.in_place._stream, []
@@ -181,11 +190,11 @@ def refilling_beside_the_step(engine: Hands) -> None:
 
 
 def keeping_pages_beside_the_extend(engine: Hands) -> None:
-    """A step reads frames to which staged pages are copied on another stream."""
-    extend, fill, kept = engine.retrieval.extend, kernels.fill_frames, []
+    """A step reads frames to which staged pages are copied on another stream, one that nothing else waits for."""
+    extend, fill, beside, kept = engine.retrieval.extend, kernels.fill_frames, engine.stream(), []
 
     def fill_beside(*arguments, **into) -> None:
-        kept.append(engine.retrieval.streams.transfers.submit(lambda: fill(*arguments, **into)))
+        kept.append(beside.submit(lambda: fill(*arguments, **into)))
 
     def extend_with(*arguments) -> torch.Tensor:
         with mock.patch.object(kernels, "fill_frames", fill_beside):
@@ -220,7 +229,7 @@ HANDOVERS = {
     ),
     "offload of pages that refill": Handover(a_table_gets_absent_pages, MORE, OFFLOAD, LAST, without_waiting_for(OFFLOAD)),
     "refill": Handover(a_table_gets_absent_pages, MORE, refilling_beside_the_step.__name__, 0, refilling_beside_the_step),
-    "seeding in place": Handover(a_step_follows_an_extend_in_place, FEW, SEED, 0, without_waiting_for(SEED)),
+    "seeding in place": Handover(a_step_follows_an_extend_in_place, FEW, SEED, 0, seeding_beside_the_step),
     "staged pages to frames": Handover(
         staged_pages_are_kept, FEW, keeping_pages_beside_the_extend.__name__, 0, keeping_pages_beside_the_extend
     ),
