@@ -113,7 +113,7 @@ class Replay(Policy):
 
     controls: Controls
 
-    def corrected(self, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
+    def corrected(self, place, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
         controls, layer = self.controls, self.controls.layer_of(previous)
         thetas = controls.thetas_at(previous)
         steps = controls.steps[layer, : len(previous), :num_kv_heads]
@@ -121,8 +121,8 @@ class Replay(Policy):
         if queries.is_cuda:
             from benchmarks.replay_kernels import needs_correction
 
-            return needs_correction(queries, rows, previous, self.tau, counts, num_kv_heads, controls.knobs, thetas, steps, layer)
-        corrected = super().corrected(queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
+            return needs_correction(queries, rows, previous, self.tau_of(place), counts, num_kv_heads, controls.knobs, thetas, steps, layer)
+        corrected = super().corrected(place, queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
         drawn = drawn_flags(rows, steps, thetas, layer)
         corrected = torch.where(controls.knobs[0] != 0, drawn, corrected) & (rows > 0)[:, None]
         counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))

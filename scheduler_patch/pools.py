@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -34,6 +36,7 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
             f"--kv-cache-dtype {settings.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected "
             f"{_typed(expected)}, the model's, because FreeKV does not quantise KV; use --kv-cache-dtype bf16, or --kv-retrieval none"
         )
+    expect_one_file(config)
     sizing = _sizing(configurator)
     host_bytes, device_bytes = _budgets(configurator, config, pre_model_load_memory)
     tokens = sizing.tokens(host_bytes, device_bytes, settings.max_running_requests)
@@ -70,6 +73,18 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
 def store_kv_apart(forward_batch) -> bool:
     """REPLACE the question whether the rotary embedding's kernel may write KV to the pool: retrieval layers have no buffer there."""
     return False
+
+
+def expect_one_file(config: FreeKVConfig) -> None:
+    """Raise a Refusal on every rank if two of them have other thresholds, because each machine reads its own file."""
+    file = config.tau_by_layer and config.tau_by_layer.file
+    digest = 0 if config.tau_by_layer is None else zlib.crc32(repr(config.tau_by_layer.taus).encode())
+    least, most = _agree(digest), -_agree(-digest)
+    if least != most:
+        raise Refusal(
+            f"--freekv-tau-by-layer {file}: expected the same thresholds on all ranks, found those with checksums {least:08x} and "
+            f"{most:08x}; copy one file to all machines"
+        )
 
 
 def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:

@@ -13,6 +13,7 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang.srt.environ import envs
 
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
+from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
 from sglang_freekv.scheduler_patch.layer_kinds import has_window, layer_table
@@ -182,6 +183,9 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
     for rule in RESOLVED_RULES:
         if rule.applies(settings, model, config):
             raise Refusal(rule.message.format(s=settings, m=model, c=config, **words))
+    if config.tau_by_layer is not None:
+        retrieval = layer_table(model).with_dense(config.dense_layers).numbers(LayerKind.RETRIEVAL)
+        config.tau_by_layer.expect_model(model.hf_config.architectures[0], model.num_attention_layers, retrieval)
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:

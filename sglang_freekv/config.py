@@ -7,8 +7,10 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_freekv.layer_taus import LayerTaus
 from sglang_freekv.methods import METHODS
 from sglang_freekv.presets import PRESETS
+from sglang_freekv.refusal import Refusal
 
 DEFAULT_PAGE_SIZE = 32
 BACKEND_NAME = "freekv"  # name of the attention backend in SGLang
@@ -22,16 +24,6 @@ RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 MOST_STEPS = (1 << 31) - 1  # from one timed step to the next
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # one unit in so many is examined; 0 examines none
-
-
-class Refusal(ValueError):
-    """A request for something FreeKV does not serve.
-
-    The message is one line, names the flag as the user typed it, and says what to use instead.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # a value that the message repeats may have several lines
 
 
 def typed(name: str) -> str:
@@ -62,6 +54,7 @@ class FreeKVConfig:
         window_tokens: last tokens of the context (the partial last page included), always attended to; at least two pages.
         tau: a kv head is corrected if its query's similarity to the last one is below ``tau`` (paper section 3.3). Above 1 every kv head
             is corrected in every step, below -1 none is. None becomes the method's default, and stays None if the method has none.
+        tau_by_layer: thresholds of single layers, in the place of ``tau``.
         digest: one of ``DIGESTS``: the summary by which pages are scored. None becomes the method's default.
         pooling: one of ``POOLINGS``: how the scores of a group become the weight by which its kv head selects. None becomes the method's
             default.
@@ -89,6 +82,7 @@ class FreeKVConfig:
     sink_tokens: int = 512
     window_tokens: int = 512
     tau: float | None = None
+    tau_by_layer: LayerTaus | None = None
     digest: str | None = None
     pooling: str | None = None
     hysteresis: float = 0.0
@@ -146,6 +140,11 @@ class FreeKVConfig:
             raise Refusal(
                 f"--freekv-tau {self.tau:g}: expected none with --kv-retrieval {self.method}, which corrects every kv head in every step; "
                 "leave it out, or use --kv-retrieval freekv"
+            )
+        if default.tau is None and self.tau_by_layer is not None:
+            raise Refusal(
+                f"--freekv-tau-by-layer {self.tau_by_layer.file}: expected none with --kv-retrieval {self.method}, which corrects every kv head "
+                "in every step; leave it out, or use --kv-retrieval freekv"
             )
         for name in ("tau", "digest", "pooling"):
             if getattr(self, name) is None:

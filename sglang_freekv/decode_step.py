@@ -79,7 +79,7 @@ class DecodeStep:
         """Find the kv heads whose queries are unlike their last ones."""
         engine, cache = self.engine, self.cache
         heads, attended, budget = engine.cache.num_kv_heads, engine.cache.num_attended, engine.config.pages.total
-        corrected = engine.policy.corrected(self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
+        corrected = engine.policy.corrected(self.layer, self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
         self.heads = Heads(corrected, torch.empty_like(corrected))
         self.reads = Reads.allocate(len(corrected), heads, attended, corrected.device, budget)
         self.shares = kernels.allocate_shares(self.queries, cache.keys, self.reads)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_freekv.config import FreeKVConfig, Refusal, typed
+from sglang_freekv.layer_taus import LayerTaus
 
 
 @dataclass(frozen=True)
@@ -84,5 +85,6 @@ TOKENS = Kind({"type": int, "metavar": "TOKENS"}, _whole("tokens", FreeKVConfig.
 STEPS = Kind({"type": int, "metavar": "STEPS"}, _whole("decode steps", 100))
 NATS = Kind({"type": float, "metavar": "NATS"}, _number)
 COSINE = Kind({"type": float, "metavar": "COSINE"}, _number)
+TAUS = Kind({"metavar": "FILE"}, LayerTaus.read)
 GIBIBYTES = Kind({"type": float, "metavar": "GIB"}, _number)
 LAYERS = Kind({"nargs": "+", "metavar": "LAYERS"}, _layers)

@@ -136,6 +136,7 @@ class FreeKVPool(MHATokenToKVPool):
 
     def describe(self) -> dict:
         """The settings in force, and the sizes of all pools in tokens and bytes."""
+        by_layer = self.config.tau_by_layer
         return {
             "method": self.config.method,
             "preset": self.config.preset,
@@ -149,7 +150,8 @@ class FreeKVPool(MHATokenToKVPool):
             "host_layout": self.config.host_layout,
             "canary": self.config.canary,
             "recall_timing": self.config.recall_timing,
-            "tau": self.config.tau,
+            "tau": self.config.tau if by_layer is None else list(by_layer.of_retrieval(self.config.dense_layers)),
+            "tau_by_layer": by_layer and by_layer.file,
             "digest": self.config.digest,
             "pooling": self.config.pooling,
             "hysteresis": self.config.hysteresis,
@@ -173,6 +175,8 @@ class FreeKVPool(MHATokenToKVPool):
         """The log line that says that retrieval is on, with its settings and sizes."""
         facts, config = self.describe(), self.config
         threshold = "no tau, every kv head is corrected" if config.tau is None else f"tau {config.tau:g}"
+        if config.tau_by_layer is not None:
+            threshold = f"tau {min(facts['tau']):g} to {max(facts['tau']):g} by layer ({config.tau_by_layer.file})"
         gib = {name: f"{facts[name] / GIB:.2f} GiB" for name in facts if name.endswith("_bytes")}
         return (
             f"KV retrieval is on: {config.method} on {torch.device(self.device).type}, budget {config.budget_tokens} tokens = sink {config.sink_tokens} + "

@@ -16,7 +16,7 @@ from sglang_freekv.config import (
     FreeKVConfig,
     Refusal,
 )
-from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, NATS, STEPS, TOKENS, Flag, one_of
+from sglang_freekv.flag import COSINE, GIBIBYTES, LAYERS, NATS, STEPS, TAUS, TOKENS, Flag, one_of
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.methods import METHODS
 from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
@@ -70,6 +70,13 @@ FLAGS = {
         f"attends. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 every kv head is corrected in every step, "
         f"below -1 none is. With louiskv all kv heads of a layer are corrected together, and the default is {METHODS['louiskv'].tau:g}. "
         "arkvale and quest always correct, and refuse this flag.",
+    ),
+    "freekv_tau_by_layer": Flag(
+        "tau_by_layer",
+        TAUS,
+        "File with a threshold for each retrieval layer, in the place of --freekv-tau. Default: none, so all layers have one. It is JSON: "
+        "the model's architecture as in its config.json, and a number for each layer, or null for a dense one, as in "
+        '{"model": "LlamaForCausalLM", "tau": [null, 0.8, 0.9]}. A file of another model is refused.',
     ),
     "freekv_digest": Flag(
         "digest",
@@ -242,7 +249,13 @@ def _config(options: Options, page_size: int | None) -> FreeKVConfig:
     settings = {FLAGS[name].setting: FLAGS[name].kind.read(name, value) for name, value in given.items()}
     if page_size is not None:
         settings["page_size"] = page_size
+    if settings.keys() >= {"tau", "tau_by_layer"}:
+        raise Refusal(
+            f"--freekv-tau {settings['tau']:g}: expected none beside --freekv-tau-by-layer, which has one for each layer; leave it out"
+        )
     left = {name: value for name, value in _defaults(options).items() if name not in settings}
+    if "tau_by_layer" in settings:
+        left.pop("tau", None)
     usual = {name: getattr(FreeKVConfig, name) for name in ("page_size", "budget_tokens", "sink_tokens", "window_tokens")} | left
     chosen = usual | settings
     budget, page = chosen["budget_tokens"], max(1, chosen["page_size"])

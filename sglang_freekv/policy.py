@@ -28,21 +28,26 @@ class Policy:
         method: what is corrected, and what adjusts the scores.
         digests: how pages are summarised and scored.
         pooling: how a group's logits become the weight by which its kv head selects.
-        tau: a kv head is corrected if its query's similarity is below ``tau`` (FreeKV, section 3.3).
+        tau: a kv head is corrected if its query's similarity is below ``tau`` (FreeKV, section 3.3). One of all retrieval layers, or one
+            for each.
     """
 
     method: Method
     digests: Digests
     pooling: Pooling
-    tau: float
+    tau: float | tuple[float, ...]
+
+    def tau_of(self, layer: int) -> float:
+        """The threshold of a retrieval layer, by its place among them."""
+        return self.tau[layer] if isinstance(self.tau, tuple) else self.tau
 
     def corrected(
-        self, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
+        self, layer: int, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
     ) -> torch.Tensor:
-        """``[B, H]`` bool: which kv heads are corrected. ``queries`` replace ``previous``; all tensors are as in ``kernels.reference``."""
+        """``[B, H]`` bool: which kv heads of ``layer`` are corrected. ``queries`` replace ``previous``; all tensors are as in ``kernels.reference``."""
 
         def compare(parts: int) -> torch.Tensor:
-            mask = kernels.needs_correction(queries, rows, previous, self.tau, counts, parts)
+            mask = kernels.needs_correction(queries, rows, previous, self.tau_of(layer), counts, parts)
             if (heads := num_kv_heads // parts) == 1:
                 return mask
             counts[:, CORRECTED].index_add_(0, rows.long(), mask.sum(1) * (heads - 1))  # the kernel counts a part as one
@@ -58,7 +63,9 @@ class Policy:
 
 
 def policy_of(config: FreeKVConfig) -> Policy:
-    tau = math.inf if config.tau is None else config.tau
+    tau: float | tuple[float, ...] = math.inf if config.tau is None else config.tau
+    if config.tau_by_layer is not None:
+        tau = config.tau_by_layer.of_retrieval(config.dense_layers)
     return Policy(METHODS[config.method], digests_of(config), cast(Pooling, config.pooling), tau)
 
 

@@ -19,6 +19,7 @@ class Preset:
     tau: float
     digest: str
     pooling: str
+    hysteresis: float = 0.0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -32,7 +33,7 @@ class Preset:
         """In ``--help``."""
         return (
             f"{self.about}: --page-size {self.page_size}, budget {self.budget_tokens}, sink {self.sink_tokens}, window "
-            f"{self.window_tokens}, tau {self.tau:g}, {self.digest} digests, {self.pooling} pooling"
+            f"{self.window_tokens}, tau {self.tau:g}, {self.digest} digests, {self.pooling} pooling, hysteresis {self.hysteresis:g}"
         )
 
 

@@ -13,6 +13,7 @@ from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.extend import ReferenceExtend
+from sglang_freekv.layer_taus import LayerTaus
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.kv_format import KVFormat
@@ -94,7 +95,8 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
         if n == request.prompt + 1:
             chosen = choose(config, request, layer, head, n - 2, n)
         compared = (request.q[layer, n - 1], request.q[layer, n - 2]) if config.method == "louiskv" else (now, before)
-        is_corrected = config.tau is None or F.cosine_similarity(*compared, dim=-1).mean() < config.tau
+        tau = config.tau if config.tau_by_layer is None else config.tau_by_layer.taus[layer]
+        is_corrected = tau is None or F.cosine_similarity(*compared, dim=-1).mean() < tau
         pages = -(-n // size)
         fixed = {p for p in range(pages) if p < config.pages.sink or p >= pages - config.pages.window}
         if is_corrected:
@@ -264,6 +266,14 @@ CONFIGS = {
         dense_layers=(),
         device_cache_tokens=72,
         dense_below_tokens=72,
+    ),
+    "tau-by-layer": FreeKVConfig(
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau_by_layer=LayerTaus("tau.json", "made up", (0.5, -2, 0.7)),
+        dense_layers=(),
     ),
     "two-bit": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=16, page_size=8, tau=0.6, dense_layers=(), digest="two-bit"),
     "max-pooling": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), pooling="max"),

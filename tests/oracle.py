@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,13 +28,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache,
 class OracleSettings:
     """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "two-bit".
 
-    A selection among at most ``dense_below`` tokens takes all candidates.
+    ``tau`` is one of all layers, or one for each. A selection among at most ``dense_below`` tokens takes all candidates.
     """
 
     budget: int
     sink: int
     window: int
-    tau: float
+    tau: float | tuple[float, ...]
     page: int
     dense_layers: tuple[int, ...] = (0,)
     digest: str = "cuboid-mean"
@@ -45,6 +45,10 @@ class OracleSettings:
         whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window, self.dense_below))
         if not whole or self.window < self.page or self.budget <= self.sink + self.window:
             raise ValueError(f"{self}: expected multiples of page, window >= page and budget > sink + window")
+
+    def of_layer(self, layer: int) -> OracleSettings:
+        """The same, with the threshold of one layer."""
+        return replace(self, tau=self.tau[layer]) if isinstance(self.tau, tuple) else self
 
     def selected_pages(self, n: int) -> int:
         """Candidates of a context of n tokens that are selected, at most."""
@@ -235,7 +239,7 @@ class Generation:
         retrieval = settings is not None and layer not in settings.dense_layers
         last_query, last = query[:, -1].reshape(heads, -1, dim), None
         if retrieval and not prefill:
-            step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings, scaling)
+            step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings.of_layer(layer), scaling)
             last = step.attended
             output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling)
         else:

@@ -83,9 +83,10 @@ def test_layers_are_corrected_as_often_as_each_was_measured(controls):
     engine = Engine(TIGHT, prompts=[160, 160], steps=60, stream=InlineStream)
     told, decide = [[], [], []], Replay.corrected
 
-    def listen(policy, queries, rows, previous, *others):
-        flags = decide(policy, queries, rows, previous, *others)
-        told[[cache.previous_queries.data_ptr() for cache in engine.retrieval.cache.layers].index(previous.data_ptr())].append(flags)
+    def listen(policy, layer, queries, rows, previous, *others):
+        flags = decide(policy, layer, queries, rows, previous, *others)
+        assert previous is engine.retrieval.cache.layers[layer].previous_queries
+        told[layer].append(flags)
         return flags
 
     with mock.patch.object(Replay, "corrected", listen):
@@ -145,7 +146,7 @@ def test_the_kernels_are_their_twins(load, layer):
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
     twin = Replay(METHODS["freekv"], Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
-    assert torch.equal(corrected.cpu(), twin.corrected(queries.cpu(), rows.cpu(), *expected[:2], H))
+    assert torch.equal(corrected.cpu(), twin.corrected(layer, queries.cpu(), rows.cpu(), *expected[:2], H))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
     real = rows[rows > 0].cpu()
     assert torch.equal(steps.cpu()[real], twins.steps[layer, :R, :H][real])

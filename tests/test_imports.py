@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (  # a module imports from its own line and from those above
-    ("__init__", "architectures", "methods", "presets", "config", "layers"),
+    ("__init__", "architectures", "methods", "presets", "refusal", "layer_taus", "config", "layers"),
     ("kernels", "batch", "counts", "flag", "metrics"),
     ("lending", "memory_pool"),
     ("digests", "extend_plan", "options", "policy", "residency", "schedule", "seeding"),

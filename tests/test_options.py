@@ -42,6 +42,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
     "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole, "freekv_preset": st.sampled_from(list(PRESETS)),
     "freekv_hysteresis": numbers | whole,
+    "freekv_tau_by_layer": words,
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 

@@ -218,6 +218,15 @@ def test_dense_and_budget_of_whole_context_equal_transformers(family):
     assert result.attended[-1][1] == [[*range(9)]] * FAMILIES[family][2]
 
 
+def test_a_layer_has_its_own_threshold():
+    reference, sizes = Oracle(tiny_model("llama")), dict(budget=40, sink=8, window=8, page=8, dense_layers=())
+    result = reference.generate(PROMPT, 20, OracleSettings(**sizes, tau=(NEVER, ALWAYS, NEVER)))
+    assert {tuple(map(tuple, map(set, step))) for step in result.corrected} == {((False,), (True,), (False,))}
+    one = reference.generate(PROMPT, 20, OracleSettings(**sizes, tau=SOMETIMES))
+    alike = reference.generate(PROMPT, 20, OracleSettings(**sizes, tau=(SOMETIMES,) * 3))
+    assert (alike.steps, alike.tokens) == (one.steps, one.tokens)
+
+
 @pytest.mark.parametrize("family, tau", [("llama", ALWAYS), ("qwen3-moe", SOMETIMES), ("qwen2", NEVER)])
 def test_small_budget_changes_what_is_attended_and_is_never_exceeded(family, tau):
     reference = Oracle(tiny_model(family))

@@ -56,7 +56,7 @@ def test_without_a_threshold_all_kv_heads_of_real_rows_are_corrected(name):
     queries, rows = torch.randn(3, 6, 16), torch.tensor([2, 0, 1])
     previous, counts = torch.zeros(4, 6, 16), torch.zeros(4, 3, dtype=torch.int64)
     previous[[2, 1]] = queries[[0, 2]]
-    corrected = policy.corrected(queries, rows, previous, counts, 2)
+    corrected = policy.corrected(0, queries, rows, previous, counts, 2)
     expected = METHODS[name].tau is None
     assert corrected.tolist() == [[expected] * 2, [False] * 2, [expected] * 2]
     assert counts[:, CORRECTED].tolist() == [0, 2 * expected, 2 * expected, 0]

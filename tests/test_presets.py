@@ -19,7 +19,15 @@ from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAG_OF = {flag.setting: name for name, flag in FLAGS.items()}
-OTHER = {"budget_tokens": 4096, "sink_tokens": 64, "window_tokens": 128, "tau": 0.5, "digest": "min-max", "pooling": "max"}
+OTHER = {
+    "budget_tokens": 4096,
+    "sink_tokens": 64,
+    "window_tokens": 128,
+    "tau": 0.5,
+    "digest": "min-max",
+    "pooling": "max",
+    "hysteresis": 0.7,
+}
 
 
 def made(page_size: int | None = None, method: str = "freekv", **given) -> FreeKVConfig:
@@ -81,8 +89,8 @@ def test_a_server_tells_its_preset_and_what_it_set():
     shape = KVShape(LayerTable.uniform(2, dense=1), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32))
     pool = FreeKVPool(config, shape, 512, 2, 256, "cpu")
     assert pool.describe()["preset"] == "accurate"
-    assert pool.describe()["preset_set"] == ["page_size", "sink_tokens", "window_tokens", "digest", "pooling"]
-    told = "; preset accurate has set page size 8, sink 16, window 32, digest two-bit, pooling softmax-mean"
+    assert pool.describe()["preset_set"] == ["page_size", "sink_tokens", "window_tokens", "digest", "pooling", "hysteresis"]
+    told = "; preset accurate has set page size 8, sink 16, window 32, digest two-bit, pooling softmax-mean, hysteresis 0"
     assert pool.activation_line().endswith(told)
 
 

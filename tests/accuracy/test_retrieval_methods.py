@@ -475,6 +475,16 @@ def test_freekv_is_the_oracle(tokens, tau, hysteresis, reads):
             previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings, last=expected.attended)
 
 
+def test_a_layer_has_the_threshold_of_its_number():
+    text = Text.random(250)
+    taus = [0.8] * (text.prompt.layer + 1) + [-1.0]
+    taus[text.prompt.layer] = 0.9
+    (ours, traces), (theirs, _) = run(FreeKV(tau=tuple(taus)), text, WIDE), run(FreeKV(tau=0.9), text, WIDE)
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)) and any(trace.corrected.any() for trace in traces)
+    with pytest.raises(ValueError, match="tau 1.5: expected -1 to 1"):
+        FreeKV(tau=(0.9, 1.5))
+
+
 def test_tau_of_one_blocks(reads):
     """Each step reads what its own query selects."""
     text = Text.random(250)

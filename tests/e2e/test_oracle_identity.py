@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -14,12 +17,13 @@ pytestmark = pytest.mark.both_releases
 
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
+TAUS = (0.65, 0.8, 0.65, -2.0, 0.5, 0.65, 2.0, 0.65)
 SETTINGS = {
     "always-corrected-two-bit": OracleSettings(budget=192, sink=16, window=32, tau=2, page=8, digest="two-bit"),
     "never-corrected-small-pages": OracleSettings(
         budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max", dense_below=1024
     ),
-    "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=0.65, page=64, dense_layers=(), hysteresis=0.5),
+    "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=TAUS, page=64, dense_layers=(), hysteresis=0.5),
 }
 IN_FULL = "never-corrected-small-pages"  # contexts below a limit, which one of the prompts outgrows
 RESIDENT = {  # pages in device memory beside the slots of all rows; settings without a number have none, and every row has slots
@@ -34,15 +38,22 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def servers(serve) -> dict[str, TestServer]:
-    with serve(*(flags_of(settings, RESIDENT.get(name, 0)) for name, settings in SETTINGS.items())) as servers:
+def servers(serve, tmp_path_factory) -> dict[str, TestServer]:
+    file = tmp_path_factory.mktemp("taus") / "tau.json"
+    with serve(*(flags_of(settings, RESIDENT.get(name, 0), file) for name, settings in SETTINGS.items())) as servers:
         yield dict(zip(SETTINGS, servers))
 
 
-def flags_of(settings: OracleSettings, resident: int | None) -> dict:
+def flags_of(settings: OracleSettings, resident: int | None, file: Path) -> dict:
+    """Flags of a server. Thresholds by layer are written to ``file``."""
     dense = ",".join(map(str, settings.dense_layers)) or "none"
     edges = {"sink": settings.sink, "window": settings.window}
-    flags = freekv(settings.budget, **edges, tau=settings.tau, dense_layers=dense, digest=settings.digest)
+    flags = freekv(settings.budget, **edges, dense_layers=dense, digest=settings.digest)
+    if isinstance(settings.tau, tuple):
+        file.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": settings.tau}))
+        flags["--freekv-tau-by-layer"] = file
+    else:
+        flags["--freekv-tau"] = settings.tau
     page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * HEAD_DIM * 4
     flags["--freekv-dense-below"], flags["--freekv-hysteresis"] = settings.dense_below, settings.hysteresis
     flags["--freekv-resident-memory"] = resident and (resident + 0.5) * page_bytes / GIB
@@ -99,7 +110,9 @@ def test_other_settings(servers, oracle, name):
     assert built["frame_tokens"] == slots + (built["host_tokens"] if resident is None else resident * settings.page)
     corrected = check(servers[name], oracle, settings, prompts_of(seed=len(name)), resident)
     every_head = KV_HEADS * (LAYERS - len(settings.dense_layers)) * (NEW_TOKENS - 1)
-    if settings.tau > 1:  # non-speculative retrieval
+    if isinstance(settings.tau, tuple):
+        assert all(KV_HEADS * (NEW_TOKENS - 1) < count < every_head for count in corrected)  # those of one layer always, of another never
+    elif settings.tau > 1:  # non-speculative retrieval
         assert corrected == [every_head] * len(corrected)
     elif settings.tau < -1:
         assert not any(corrected)

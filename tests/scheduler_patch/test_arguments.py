@@ -1,6 +1,8 @@
 """The options: in --help, on the command line, in YAML and as keyword arguments of Engine; and that none changes nothing."""
 
+import json
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
 MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
-    "kv-retrieval", "freekv-preset", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-device-cache", "freekv-dense-layers",
+    "kv-retrieval", "freekv-preset", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-tau-by-layer", "freekv-device-cache", "freekv-dense-layers",
     "freekv-dense-below", "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
     "freekv-hysteresis",
 )  # fmt: skip
@@ -38,6 +40,12 @@ def cli(*flags) -> dict:
 
 def freekv(*flags) -> dict:
     return cli("--kv-retrieval", "freekv", *flags)
+
+
+def _file(path: Path, layers: int) -> str:
+    """A file of thresholds for ``layers`` layers, of which the first is dense."""
+    path.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [None] + [0.5] * (layers - 1)}))
+    return str(path)
 
 
 def engine(**options) -> dict:
@@ -79,6 +87,7 @@ WRONG = {
     ): "--freekv-preset fast: expected none with --kv-retrieval quest, because presets",
     ("--freekv-hysteresis", "nan"): "--freekv-hysteresis nan: expected 0 to 10 nats; use 1.4",
     ("--freekv-hysteresis", 14): "--freekv-hysteresis 14: expected 0 to 10 nats; use 1.4",
+    ("--freekv-tau-by-layer", "/dev/null"): "--freekv-tau-by-layer /dev/null: expected a file of JSON, found none that can be read (",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
@@ -105,6 +114,7 @@ def taken():
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory, taken):
     yaml = tmp_path_factory.mktemp("config") / "freekv.yaml"
+    taus = yaml.parent
     yaml.write_text(YAML.format(model=NEEDLE_MODEL))
     cases = {
         "stock": {"kwargs": MODEL | {"attention_backend": "torch_native"}, "stock": True},
@@ -126,6 +136,9 @@ def facts(tmp_path_factory, taken):
         "engine, unknown option": engine(kv_retrieval="freekv", freekv_bugdet=1024),
         "engine, after a refusal": engine(attention_backend="torch_native"),
         "fields of a copy": engine(attention_backend="freekv"),
+        "taus": freekv("--freekv-tau-by-layer", _file(taus / "right.json", 8)),
+        "taus, wrong": freekv("--freekv-tau-by-layer", _file(taus / "wrong.json", 9)),
+        "taus, engine": engine(kv_retrieval="freekv", freekv_tau_by_layer=str(taus / "right.json")),
         "preset": freekv("--freekv-preset", "accurate"),
         "preset, with pages": freekv("--freekv-preset", "accurate", "--page-size", 32, "--freekv-sink", 64),
         "preset, in YAML": {"argv": ["--config", str(yaml), "--freekv-preset", "paper"]},
@@ -169,7 +182,7 @@ def test_defaults(outcomes):
     outcome = outcomes[f"edges {()}"]
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
-        "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9,
+        "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9, "tau_by_layer": None,
         "digest": "cuboid-mean", "pooling": "softmax-mean", "hysteresis": 0.0,
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
@@ -228,6 +241,16 @@ def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
         assert outcomes[case]["settings"] == {"page_size": 16, "attention_backend": "freekv", "device": "cpu"}
     refused = outcomes["yaml, another method"]
     assert refused["exit"] == 2 and "error: --freekv-tau 0.8: expected none with --kv-retrieval quest" in refused["stderr"]
+
+
+def test_thresholds_by_layer_are_those_of_the_model(outcomes):
+    for case in ("taus", "taus, engine"):
+        assert outcomes[case]["config"]["tau_by_layer"]["taus"] == [None] + [0.5] * 7
+    wrong = outcomes["taus, wrong"]
+    assert (
+        wrong["exit"] == 2
+        and "expected thresholds for LlamaForCausalLM with 8 layers, found those for LlamaForCausalLM with 9" in wrong["stderr"]
+    )
 
 
 def test_a_preset_is_taken_where_nothing_is_given(outcomes):

@@ -29,7 +29,7 @@ class FreeKV:
 
     Args:
         tau: kv heads are corrected whose group-mean cosine with the query that selected for them is below. 1 corrects always: retrieval
-            that blocks.
+            that blocks. A tuple has one for each layer of the model.
         correction: False never corrects.
         pooling: of a group's scores, to the ranking.
         scaled: scores over sqrt(D) before the softmax. The authors' accuracy code has them unscaled.
@@ -44,7 +44,7 @@ class FreeKV:
 
     prompt_queries: ClassVar[int | None] = 1
 
-    tau: float = 0.9
+    tau: float | tuple[float, ...] = 0.9
     correction: bool = True
     pooling: Literal["softmax-mean", "softmax-max", "max"] = "softmax-mean"
     scaled: bool = True
@@ -56,8 +56,9 @@ class FreeKV:
     early: bool = False
 
     def __post_init__(self) -> None:
-        if not -1 <= self.tau <= 1:
-            raise ValueError(f"tau {self.tau}: expected -1 to 1")
+        for tau in self.tau if isinstance(self.tau, tuple) else (self.tau,):
+            if not -1 <= tau <= 1:
+                raise ValueError(f"tau {tau}: expected -1 to 1")
         if not 0 <= self.hysteresis <= 10:
             raise ValueError(f"hysteresis {self.hysteresis}: expected 0 to 10")
         for name, allowed in (("pooling", POOLINGS), ("digest", DIGESTS)):
@@ -67,7 +68,8 @@ class FreeKV:
     def begin(self, prompt: Prompt, budget: Budget) -> FreeKVCache:
         own = {name: tokens for name in ("page", "sink", "window") if (tokens := getattr(self, name)) is not None}
         budget = replace(budget, **own)
-        return FreeKVCache(self, prompt, Pages(prompt, Layout.of(budget), *DIGESTS[self.digest]))
+        settings = replace(self, tau=self.tau[prompt.layer]) if isinstance(self.tau, tuple) else self
+        return FreeKVCache(settings, prompt, Pages(prompt, Layout.of(budget), *DIGESTS[self.digest]))
 
 
 class FreeKVCache:
