@@ -21,7 +21,7 @@ def compile_all(retrieval: Retrieval, residency: Residency, requests: int, pages
 
 
 def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: int) -> None:
-    """Each way to begin a pass, one extend, and decode steps of batches of many sizes, all of padding in the first layer.
+    """Each way to begin a pass, one extend, a refill of no page, and decode steps of many sizes, all of padding in the first layer.
 
     Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
 
@@ -56,6 +56,7 @@ def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: i
     plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], residency.req_to_token, given=given)
     retrieval.prepare_extend(plan)
     retrieval.extend(0, *tokens(page), plan.batch, scale)
+    retrieval.refill(page_table[:1], given)
     retrieval.complete_all_transfers()
 
 

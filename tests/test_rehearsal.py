@@ -77,18 +77,26 @@ BEGIN = {
     "_snapshot_kernel",
 }
 STEP = {"_score_pages", "_append_kernel", "_needs_correction", "_recall_kernel", "_attend_pages", "_merge_shares"}
-EXTEND = {"_stage_kernel", "_write_kernel", "_offload_kernel", "_digest_kernel", "_fill_kernel", "_fill_frames_kernel"}
+EXTEND = {
+    "_stage_kernel",
+    "_stage_layers_kernel",
+    "_write_kernel",
+    "_offload_kernel",
+    "_digest_kernel",
+    "_fill_kernel",
+    "_fill_frames_kernel",
+}
 SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in registers, and know how many to select
 
 
 @pytest.mark.parametrize(
     "settings, others, unlike, most",
     [
-        ({}, {}, set(), 32),
+        ({}, {}, set(), 33),
         ({"canary": "full", "recall_timing": 100}, {"canary": "full", "recall_timing": 48},
-         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 38),
-        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 32),
-        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 30),
+         {"_checksum_kernel", "_verify_kernel", "_write_stamp", "_settle_stamps"}, 39),
+        ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 33),
+        ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 31),
     ],
     ids=["sizes", "canary and timing", "budget", "copy engine"],
 )  # fmt: skip
