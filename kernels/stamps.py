@@ -98,13 +98,13 @@ def _settle_stamps(
     b_attended = tl.load(p_layer + ATTENTION * PLACES + END, mask=m_layer, other=0)
     recall, wait = _span(p_layer + CORRECTION * PLACES, b_attended, m_layer)
     ahead, wait_ahead = _span(p_layer + AHEAD * PLACES, tl.load(p_step + END), m_layer)
-    sampled = tl.load(p_step + SAMPLED)
+    sampled, steps = tl.load(p_step + SAMPLED), tl.load(p_totals + STEPS) + 1
+    tl.debug_barrier()  # all threads have read what some overwrite
     if tl.max((tl.load(p_rows + o_b, mask=o_b < B, other=0) > 0).to(tl.int32), 0) > 0:
         if sampled != 0:
             tl.store(p_totals + RECALL_NS, tl.load(p_totals + RECALL_NS) + recall + ahead)
             tl.store(p_totals + WAIT_NS, tl.load(p_totals + WAIT_NS) + wait + wait_ahead)
             tl.store(p_totals + SAMPLED_STEPS, tl.load(p_totals + SAMPLED_STEPS) + 1)
-        steps = tl.load(p_totals + STEPS) + 1
         tl.store(p_totals + STEPS, steps)
         sampled = (steps % every == 0).to(tl.int64)
     m_all = o_l <= L
