@@ -3,7 +3,7 @@
 #   bash launch/test.sh                               # everything
 #   bash launch/test.sh -k packaging -x               # what pytest selects, on the newest release that is tested
 #   bash launch/test.sh 0.5.17 tests/e2e -k canary    # the same on an older one
-# Without arguments the newest release has the whole suite, and an older one its hooks and what is marked both_releases.
+# Without arguments the newest release has the whole suite. An older one has its hooks, what is marked both_releases, and its own Triton.
 # Two lanes take parts from one list, because a server leaves a core idle most of the time. An older release is installed beside them.
 # A part is printed when it ends. The faults of all parts, and how each of them ended, are printed in the end. A server takes 3 GiB.
 # Part fleet has three or four servers, pairs two, unit none, and the others one. They wait for room (tests/room.py).
@@ -32,7 +32,7 @@ parts() {
     echo "fleet-$release $release tests/e2e -m 'both_releases and fleet'"
     echo "servers-$release $release tests/e2e -m 'both_releases and not fleet and not two_servers'"
     echo "pairs-$release $release tests/e2e -m 'both_releases and two_servers'"
-    echo "hooks-$release $release tests/scheduler_patch"
+    echo "hooks-$release $release tests/scheduler_patch tests/kernels/test_hazards.py"
   done
 }
 

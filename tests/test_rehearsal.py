@@ -6,56 +6,31 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).resolve().parent
 REHEARSE = """
 import json
 import sys
-from unittest import mock
-import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from sglang_freekv import kernels
-from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.kernels import follow, score
-from sglang_freekv.kernels.extend import ReferenceExtend
-from sglang_freekv.layers import LayerTable
-from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
-from sglang_freekv.memory_pool.kv_format import KVFormat
-from sglang_freekv.memory_pool.readback import Readback
-from sglang_freekv.memory_pool.sizing import KVShape
-from sglang_freekv.memory_pool.store import Store
-from sglang_freekv.memory_pool.transfer import Streams
-from sglang_freekv.policy import POLICIES
+from launches import engine_of, most_pages, pretend_to_have_a_gpu
 from sglang_freekv.rehearsal import compile_all
-from sglang_freekv.residency import Residency
-from sglang_freekv.retrieval import Retrieval
 
-driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
-follow.can_follow = score.can_follow = lambda device: True
-torch.Tensor.is_cuda = property(lambda tensor: True)
-Readback.begin = lambda counts: None
+pretend_to_have_a_gpu()
 
-def kernels_of(context, batch, rows, pages, resident, settings):
+def kernels_of(batch, **sizes):
     found = set()
 
     def note(*, key, fn, **rest):
         found.add((fn.name.rpartition(".")[2], key))
         return True  # do not compile it
 
-    config = FreeKVConfig(**settings)
-    policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
-    shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
-    store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=(rows + 1) * config.cache_pages + resident)
-    residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32), config.whole_pages)
-    recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
-    engine = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
+    engine, residency = engine_of(**sizes)
     knobs.runtime.jit_cache_hook = note
     try:
-        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
-            compile_all(engine, residency, batch, -(-context // size // 16) * 16)
+        compile_all(engine, residency, batch, most_pages(sizes["context"], engine))
     finally:
         knobs.runtime.jit_cache_hook = None
     return found
@@ -101,7 +76,7 @@ SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in
     ids=["sizes", "canary and timing", "budget", "copy engine"],
 )  # fmt: skip
 def test_a_start_of_other_sizes_compiles_only_what_selects_anew(settings, others, unlike, most):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS)}
     sizes = json.dumps([FIRST | {"settings": settings}, OTHER | {"settings": others}])
     done = subprocess.run([sys.executable, "-P", "-c", REHEARSE, sizes], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
