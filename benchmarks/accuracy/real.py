@@ -26,12 +26,15 @@ from benchmarks.accuracy.grid import budget_of, is_done, model_digest
 from benchmarks.accuracy.mass import Watched
 from benchmarks.accuracy.method import Budget, Method
 from benchmarks.accuracy.methods import METHODS
+from benchmarks.accuracy.methods.freekv import FreeKV
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.real_tables import document
 from benchmarks.accuracy.rows import DENSE
 from benchmarks.accuracy.run import DTYPES, Progress, queries_read
 from benchmarks.accuracy.tally import Tally
+from benchmarks.accuracy.thresholds import ALWAYS, NEVER
 from benchmarks.report import Report, arguments, chosen, say
+from sglang_freekv.layer_taus import LayerTaus
 
 LENGTHS, BUDGETS = (2048, 4096, 8192), (512, 1024, 2048)
 
@@ -121,6 +124,17 @@ def ensure_alike(report: Report, common: dict) -> None:
             )
 
 
+def by_layer(path: Path, model: OfflineModel) -> FreeKV:
+    """FreeKV with thresholds by layer.
+
+    Raises:
+        Refusal: the file is not one of this model's thresholds.
+    """
+    held = LayerTaus.read("", path)
+    held.expect_model(model.config.architectures[0], model.layers, ())
+    return FreeKV(tau=tuple(NEVER if tau is None else min(ALWAYS, max(NEVER, tau)) for tau in held.taus))
+
+
 def measure(methods: dict[str, Method | Callable[[], Method]], options: argparse.Namespace) -> int:
     """All that is asked for and not there yet; the exit status.
 
@@ -134,6 +148,8 @@ def measure(methods: dict[str, Method | Callable[[], Method]], options: argparse
         raise ValueError(f"--lengths {most}: expected at most {window}, the context of the model")
     if not 1 < options.steps < least:
         raise ValueError(f"--steps {options.steps}: expected 2 to {least - 1}, fewer than the shortest of --lengths")
+    if options.tau_by_layer is not None:
+        methods = methods | {"freekv-tau-by-layer": by_layer(options.tau_by_layer, model)}
     asked = {name: methods[name] for name in sorted(methods, key=lambda name: name != DENSE)}
     asked = {name: method for name, method in asked.items() if any(fnmatch(name, pattern) for pattern in options.methods)}
     documents, report = texts.documents(options.documents), Report(options.name, options.out)
@@ -170,6 +186,7 @@ def parser_of(methods: dict) -> argparse.ArgumentParser:
     )
     parser.add_argument("--page", type=int, default=32, help="tokens of a page")
     parser.add_argument("--dense-layers", type=int, default=1, help="first layers that attend to everything")
+    parser.add_argument("--tau-by-layer", type=Path, metavar="FILE", help="adds freekv-tau-by-layer, with these thresholds")
     parser.add_argument("--name", default="real", help="results are NAME.json")
     parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
     parser.add_argument("--tables", action="store_true", help="print the tables of the results that are there, and measure nothing")

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks import calibrate_tau
 from benchmarks.accuracy import forced, real, real_tables, smollm2, texts
 from benchmarks.accuracy.forced import Distance, Texts
 from benchmarks.accuracy.intervals import bootstrap
@@ -22,6 +23,7 @@ from benchmarks.accuracy.methods.full import Full
 from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.tally import Tally
+from sglang_freekv.layer_taus import LayerTaus
 
 WORDS, LAYERS, LENGTH, STEPS = 64, 3, 200, 12
 COVERING, SMALL = Budget(512, sink=16, window=32, page=16), Budget(64, sink=16, window=32, page=16)
@@ -168,6 +170,19 @@ def command(tmp_path, monkeypatch, checkpoint):
     return start
 
 
+def test_thresholds_of_a_file_are_a_method_more(command, tmp_path):
+    file = tmp_path / "tau.json"
+    for taus in ([None, 0.9, 0.9], [None, -3, 2]):
+        file.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": taus}))
+        _, written, _ = command("--tau-by-layer", str(file), "--methods", "full", "freekv*")
+        ours, one = (written["results"][f"{LENGTH}/160/{name}"] for name in ("freekv-tau-by-layer", "freekv"))
+        assert (ours["kl"] == one["kl"]) == (taus[1] == 0.9)
+    assert ours["trace"]["by_layer"]["corrected"][1:] == [0, 1]
+    file.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [0.9]}))
+    with pytest.raises(SystemExit, match="^--freekv-tau-by-layer .*: expected thresholds for LlamaForCausalLM with 3 layers, found"):
+        command("--tau-by-layer", str(file))
+
+
 class Broken:
     prompt_queries = 0
 
@@ -214,3 +229,38 @@ def test_weights_that_are_nowhere_are_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["real.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=f"found in neither; run {smollm2.COMMAND}$"):
         real.main()
+
+
+def calibrated(monkeypatch, checkpoint, tmp_path, *others) -> LayerTaus:
+    texts = [tmp_path / f"{number}.txt" for number in range(3)]
+    for number, path in enumerate(texts):
+        ids = torch.randint(WORDS, (200,), generator=torch.Generator().manual_seed(number))
+        path.write_text(" ".join(map(str, ids.tolist())))
+    words = ["--model", checkpoint, "--out", tmp_path / "tau.json", "--text", *texts, "--length", 200, "--steps", 24, "--batch", 2]
+    words += ["--budget", 64, "--page-size", 8, *others]
+    monkeypatch.setattr(sys, "argv", ["calibrate_tau", *map(str, words)])
+    assert calibrate_tau.main() == 0
+    return LayerTaus.read("", tmp_path / "tau.json")
+
+
+@pytest.mark.parametrize("preset", ["fast", "accurate", "paper"])
+def test_thresholds_by_layer_are_written_as_what_the_server_takes(monkeypatch, checkpoint, tmp_path, capsys, preset):
+    taus = calibrated(monkeypatch, checkpoint, tmp_path, "--corrected", 0.2, "--preset", preset)
+    taus.expect_model("LlamaForCausalLM", LAYERS, range(1, LAYERS))
+    assert taus.taus[0] is None and all(-1 <= tau <= 1 for tau in taus.taus[1:])
+    said = capsys.readouterr().out
+    assert "of the kv heads are corrected, which keeps " in said and "One threshold for all layers, " in said
+    made = json.loads((tmp_path / "tau.json").read_text())["made"]
+    assert made["preset"] == preset and made["page_size"] == 8 and made["texts"][0].startswith("0.txt@")
+
+
+@pytest.mark.parametrize(
+    "others, said",
+    [
+        (("--corrected", "1.5"), "error: --corrected 1.5, "), (("--length", "70"), "error: --corrected 0.13, --length 70, "),
+        (("--length", "4000"), "expected at least 4000 tokens, found 200"), (("--budget", "100"), "error: --page-size 8: expected one that suits the other sizes"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(monkeypatch, checkpoint, tmp_path, others, said):
+    with pytest.raises(SystemExit, match=said):
+        calibrated(monkeypatch, checkpoint, tmp_path, *others)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import oracle
+from benchmarks.accuracy.gains import Gains
 from benchmarks.accuracy.method import Budget, Prompt, Step
 from benchmarks.accuracy.methods import METHODS, clusters, pages
 from benchmarks.accuracy.methods.arkvale import ArkVale
@@ -473,6 +474,29 @@ def test_freekv_is_the_oracle(tokens, tau, hysteresis, reads):
             attended = oracle.attend_to_pages(expected.attended, query, keys[:, :n], values[:, :n], WIDE.page, SCALE)
             torch.testing.assert_close(outputs[index][row], attended[:, 0], atol=1e-5, rtol=1e-4)
             previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings, last=expected.attended)
+
+
+def test_a_gain_is_the_attention_that_the_new_selection_holds_more():
+    tokens, text = 250, Text.random(250, seed=3)
+    gains = Gains(FreeKV())
+    outputs, traces = run(gains, text, WIDE)
+    theirs, _ = run(FreeKV(tau=1.0), text, WIDE)
+    assert all(torch.equal(*pair) for pair in zip(outputs, theirs, strict=True))
+    settings = oracle.OracleSettings(WIDE.total, WIDE.sink, WIDE.window, 1.0, WIDE.page)
+    (samples,) = gains.samples.values()
+    assert list(gains.samples) == [text.prompt.layer] and len(samples) == len(outputs)
+    for at, n in enumerate(range(tokens + 1, tokens + len(outputs) + 1)):
+        expected = []
+        for row in range(BATCH):
+            queries, keys = text.queries[row].unflatten(0, (HEADS, GROUP)), text.keys[row]
+            now, before = queries[:, :, n - 1], queries[:, :, n - 2]
+            new, old = (oracle.select(each, keys[:, :m], n, settings) for each, m in ((now, n), (before, n - 1)))
+            for head, cosine in enumerate(oracle.similarity(now, before)):
+                paid = (now[head] @ keys[head, :n].T * SCALE).softmax(-1).mean(0)
+                held = [sum(paid[page * WIDE.page : (page + 1) * WIDE.page].sum() for page in each[head].pages) for each in (new, old)]
+                expected.append([cosine, float(held[0] - held[1])])
+        torch.testing.assert_close(samples[at], torch.tensor(expected), atol=1e-5, rtol=1e-4)
+    assert torch.cat(samples)[:, 1].max() > 0.01
 
 
 def test_a_layer_has_the_threshold_of_its_number():
