@@ -51,6 +51,11 @@ class Compared(NamedTuple):
         return cls(name, cell["context"], cell["batch"], prefix, slower, by, *times.values(), *rates, *pair)
 
 
+    def without_ttft_ratio(self) -> Compared:
+        """For results of two machines: hosts differ by more than a half in it, but cards of one kind hardly in TPOT."""
+        return self._replace(ttft=(*self.ttft[:2], None), slower="+".join(what for what in self.slower.split("+") if what != "TTFT"))
+
+
 def fastest(others: dict[str, dict]) -> tuple[dict, str]:
     """The result with the least TPOT, but with the least TTFT of all; and the names of both, where there are several."""
     if not others:
@@ -80,7 +85,11 @@ def compared(results: dict, ours: str, *theirs: str) -> list[Compared]:
     rows = []
     for name, cell in cells.items():
         others = {system: found for system in theirs if (found := results.get(f"{system}/{name}"))}
-        rows.append(Compared.of(name, cell, results.get(f"{ours}/{name}", {}), others))
+        mine = results.get(f"{ours}/{name}", {})
+        row = Compared.of(name, cell, mine, others)
+        if "load" in mine and row.theirs.get("run", mine["run"]) != mine["run"]:
+            row = row.without_ttft_ratio()
+        rows.append(row)
     return sorted(rows, key=lambda row: (not row.slower, row.context, -row.batch))
 
 
