@@ -16,7 +16,7 @@ from benchmarks.accuracy.method import Budget, Prompt, Step
 from benchmarks.accuracy.methods import METHODS, clusters, pages
 from benchmarks.accuracy.methods.arkvale import ArkVale
 from benchmarks.accuracy.methods.clusterkv import ClusterKV
-from benchmarks.accuracy.methods.freekv import FreeKV
+from benchmarks.accuracy.methods.freekv import SELECTIONS, FreeKV
 from benchmarks.accuracy.methods.infinigen import InfiniGen
 from benchmarks.accuracy.methods.louiskv import LouisKV
 from benchmarks.accuracy.methods.quest import Quest
@@ -45,6 +45,11 @@ FREEKV = {
     "freekv-hysteresis": FreeKV(hysteresis=1.4),
     "freekv-two-bit-page-8-hysteresis": FreeKV(digest="two-bit", page=8, hysteresis=1.4),
     "freekv-two-bit-narrow-page-8-hysteresis": FreeKV(digest="two-bit", page=8, sink=16, window=32, hysteresis=1.4),
+    "freekv-two-bit-narrow-page-8-on-turn": FreeKV(digest="two-bit", page=8, sink=16, window=32, selection="on-turn"),
+    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80": FreeKV(0.8, digest="two-bit", page=8, sink=16, window=32, selection="on-turn"),
+    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis": FreeKV(
+        0.8, digest="two-bit", page=8, sink=16, window=32, hysteresis=1.4, selection="on-turn"
+    ),
     "freekv-early-query": FreeKV(early=True),
     "freekv-unscaled": FreeKV(scaled=False),
     "freekv-tau-0.70": FreeKV(tau=0.70),
@@ -277,6 +282,9 @@ def naive_freekv(request, budget, method):
             numbers = freekv_select(query, keys, at + 1, budget, method, last[head]) if corrected[head] else ahead[head]
             last[head] = {*sink, *numbers, *window}
             chosen.append(page_tokens([*sink, *numbers, *window], budget.page, at + 1))
+            if method.selection == "on-turn" and (at + 1) % budget.page:
+                asked[head], ahead[head] = query if corrected[head] else asked[head], numbers
+                continue
             asked[head], ahead[head] = query, freekv_select(query, keys, at + 2, budget, method, last[head])
             _, _, next_window = layout(at + 2, budget)
             last[head] = {*sink, *numbers, *window} if method.early else {*sink, *ahead[head], *next_window}
@@ -455,13 +463,14 @@ def test_cases_turn_and_keep_their_choice():
         assert 0.1 < torch.stack([trace.corrected.float().mean() for trace in traces]).mean() < 0.9, name
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize(("tau", "hysteresis"), [(0.8, 0.0), (0.9, 0.0), (0.9, 1.4), (1.0, 0.0), (1.0, 0.6)])
 @pytest.mark.parametrize("tokens", [72, 250, 320], ids="tokens={}".format)
-def test_freekv_is_the_oracle(tokens, tau, hysteresis, reads):
+def test_freekv_is_the_oracle(tokens, tau, hysteresis, selection, reads):
     """72 tokens have fewer candidates than the budget has places; 320 end with a page."""
     text = Text.random(tokens, seed=tokens)
     settings = oracle.OracleSettings(WIDE.total, WIDE.sink, WIDE.window, tau, WIDE.page, hysteresis=hysteresis)
-    outputs, traces = run(FreeKV(tau=tau, hysteresis=hysteresis), text, WIDE)
+    outputs, traces = run(FreeKV(tau=tau, hysteresis=hysteresis, selection=selection), text, WIDE)
     for row in range(BATCH):
         queries = text.queries[row].unflatten(0, (HEADS, GROUP))
         keys, values, previous = text.keys[row], text.values[row], queries[:, :, tokens - 1]
@@ -473,7 +482,12 @@ def test_freekv_is_the_oracle(tokens, tau, hysteresis, reads):
             assert traces[index].corrected[row].tolist() == expected.corrected
             attended = oracle.attend_to_pages(expected.attended, query, keys[:, :n], values[:, :n], WIDE.page, SCALE)
             torch.testing.assert_close(outputs[index][row], attended[:, 0], atol=1e-5, rtol=1e-4)
-            previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings, last=expected.attended)
+            if selection == "every-step" or n % WIDE.page == 0:
+                previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings, last=expected.attended)
+            else:
+                previous = torch.where(torch.tensor(expected.corrected)[:, None, None], query, previous)
+                pinned = oracle.pinned(n, settings)
+                ahead = [oracle.Selection([page for page in pages if page not in pinned], 0.0) for pages in expected.attended]
 
 
 def test_a_gain_is_the_attention_that_the_new_selection_holds_more():
@@ -597,6 +611,8 @@ def test_entries_are_the_settings_that_their_names_say():
         (lambda: FreeKV(hysteresis=-0.1), "expected 0 to 10"),
         (lambda: FreeKV(pooling="sum"), "expected one of softmax-mean"),
         (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, two-bit"),
+        (lambda: FreeKV(selection="never"), "expected one of every-step, on-turn"),
+        (lambda: FreeKV(selection="on-turn", early=True), "selection on-turn with early: expected every-step"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),
         (lambda: LouisKV(tau=2), "expected -1 to 1"),
         (lambda: FreeKV().begin(Text.random(300).prompt, Budget(129, 16, 32, 16)), "multiples of page"),

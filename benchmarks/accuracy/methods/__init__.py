@@ -21,6 +21,9 @@ from .shadowkv import ShadowKV
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 
+TWO_BIT_FINE = {"digest": "two-bit", "page": 8, "sink": 16, "window": 32}
+ON_TURN = TWO_BIT_FINE | {"selection": "on-turn"}
+
 METHODS: dict[str, Callable[..., Method]] = {
     "full": Full,
     "streaming_llm": StreamingLLM,
@@ -48,12 +51,15 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv-narrow-page-8": partial(FreeKV, page=8, sink=16, window=32),
     "freekv-two-bit": partial(FreeKV, digest="two-bit"),
     "freekv-two-bit-page-8": partial(FreeKV, digest="two-bit", page=8),
-    "freekv-two-bit-narrow-page-8": partial(FreeKV, digest="two-bit", page=8, sink=16, window=32),
+    "freekv-two-bit-narrow-page-8": partial(FreeKV, **TWO_BIT_FINE),
     "freekv-max-narrow-page-8": partial(FreeKV, pooling="max", page=8, sink=16, window=32),
     "freekv-max-pool": partial(FreeKV, pooling="softmax-max"),
     "freekv-hysteresis": partial(FreeKV, hysteresis=1.4),
     "freekv-two-bit-page-8-hysteresis": partial(FreeKV, digest="two-bit", page=8, hysteresis=1.4),
-    "freekv-two-bit-narrow-page-8-hysteresis": partial(FreeKV, digest="two-bit", page=8, sink=16, window=32, hysteresis=1.4),
+    "freekv-two-bit-narrow-page-8-hysteresis": partial(FreeKV, **TWO_BIT_FINE, hysteresis=1.4),
+    "freekv-two-bit-narrow-page-8-on-turn": partial(FreeKV, **ON_TURN),
+    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80": partial(FreeKV, **ON_TURN, tau=0.8),
+    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis": partial(FreeKV, **ON_TURN, tau=0.8, hysteresis=1.4),
     "freekv-early-query": partial(FreeKV, early=True),
     "freekv-unscaled": partial(FreeKV, scaled=False),
     "freekv-tau-0.70": partial(FreeKV, tau=0.70),

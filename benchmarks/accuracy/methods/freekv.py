@@ -18,6 +18,7 @@ POOLINGS = {
     "softmax-max": lambda scores: scores.softmax(-1).amax(2),
     "max": lambda scores: scores.amax(2),
 }
+SELECTIONS = ("every-step", "on-turn")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class FreeKV:
         page, sink, window: tokens, in place of the budget's. Smaller pages find evidence that lies scattered, and their digests take more
             room; a narrow sink and window leave more of the budget to selection.
         hysteresis: nats by which the pages of the last selection weigh more.
+        selection: behind every step, or "on-turn": of a corrected kv head, and of all when a page is full. The similarity is then with the
+            query that selected last, however many steps ago.
         early: the query that selects, and that the similarity is with, is the step's own, made of the input of the layer before, in
             place of the last step's.
     """
@@ -53,6 +56,7 @@ class FreeKV:
     sink: int | None = None
     window: int | None = None
     hysteresis: float = 0.0
+    selection: Literal["every-step", "on-turn"] = "every-step"
     early: bool = False
 
     def __post_init__(self) -> None:
@@ -61,7 +65,9 @@ class FreeKV:
                 raise ValueError(f"tau {tau}: expected -1 to 1")
         if not 0 <= self.hysteresis <= 10:
             raise ValueError(f"hysteresis {self.hysteresis}: expected 0 to 10")
-        for name, allowed in (("pooling", POOLINGS), ("digest", DIGESTS)):
+        if self.early and self.selection == "on-turn":
+            raise ValueError("selection on-turn with early: expected every-step, because an early query selects in each step")
+        for name, allowed in (("pooling", POOLINGS), ("digest", DIGESTS), ("selection", SELECTIONS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} {value}: expected one of {', '.join(allowed)}")
 
@@ -73,7 +79,7 @@ class FreeKV:
 
 
 class FreeKVCache:
-    """``ahead``: the pages ``[B, H, K]`` selected for the next step, with the query ``previous`` ``[B, H, G, D]``.
+    """``ahead``: the pages ``[B, H, K]`` of the next step; ``previous``: the query ``[B, H, G, D]`` that the next one is compared with.
 
     ``last``: the pages of the last selection, and the tokens of its context.
     """
@@ -97,7 +103,9 @@ class FreeKVCache:
         self.last = chosen, n
         output, read = self.pages.attend(step.query, chosen)
         self.trace = replace(read, corrected=corrected, similarity=cosines)
-        if not self.settings.early:
+        if self.settings.selection == "on-turn" and n % self.pages.layout.page:
+            self.previous, self.ahead = torch.where(corrected[..., None, None], query, self.previous), chosen
+        elif not self.settings.early:
             self.previous = query
             self._select_ahead(n + 1)
         return output
