@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement, inside a plan: the pages that one kv head wants, those of them that are on the device, and slots for the others.
 
-The notes are scratch of one kv head, ``[P + 2 A]``: weights of candidates, chosen pages, missing pages. The threads of a program share
-them, so a barrier stands between writing and reading.
+The notes are scratch of one kv head, ``[2 P + 2 A]``: weights of candidates, marks of pages, chosen pages, missing pages. The threads of a
+program share them, so a barrier stands between writing and reading. No part is compared with another: a page is looked up by its mark.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, ordered, 
 
 
 @triton.jit
-def choose(p_group, p_scratch, p_tables, num_pages, P, most, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr):
-    """Note the chosen candidates, ``most`` at most, and return how many they are."""
-    num_candidates = num_pages - SIZES.WINDOW - SIZES.SINK
-    if num_candidates <= SIZES.P_FEW:
-        _choose_among(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS, SIZES.P_FEW)
-    elif num_candidates <= SIZES.P_MANY:
-        _choose_among(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS, SIZES.P_MANY)
+def choose(p_group, p_scratch, p_tables, p_held, sizes, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr):
+    """Note the chosen candidates, at most ``most`` or those that are held, and mark all required pages. Returns how many are chosen.
+
+    ``sizes`` are the pages of the context, those of the longest one, most, and whether ``p_held [A]`` decides.
+    """
+    num_pages, P, _, _ = sizes
+    num_candidates, num_chosen = num_pages - SIZES.WINDOW - SIZES.SINK, 0
+    if SIZES.P_FEW == SIZES.P_BLOCK or num_candidates <= SIZES.P_FEW:
+        num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_FEW)
+    elif SIZES.P_MANY < SIZES.P_BLOCK and num_candidates <= SIZES.P_MANY:
+        num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_MANY)
     else:
-        _choose_among(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS, SIZES.P_BLOCK)
-    return tl.minimum(tl.maximum(num_candidates, 0), most)
+        num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_BLOCK)
+    return num_chosen
 
 
 @triton.jit
@@ -31,16 +35,16 @@ def _choose_among(
     p_group,
     p_scratch,
     p_tables,
-    num_pages,
-    P,
-    most,
+    p_held,
+    sizes,
     SIZES: tl.constexpr,
     POOLING: tl.constexpr,
     HYSTERESIS: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
-    """Note the chosen candidates in ascending order, and the weights of all candidates."""
-    o_p = SIZES.SINK + tl.arange(0, P_BLOCK)
+    """As ``choose``, with at most ``P_BLOCK`` candidates. Chosen pages are noted in ascending order."""
+    num_pages, P, most, held = sizes
+    p_marks, o_p = p_scratch + P, SIZES.SINK + tl.arange(0, P_BLOCK)
     b_weight, free = weigh(p_group, SIZES.SINK, num_pages, P, SIZES, POOLING, P_BLOCK)
     m_candidate = b_weight != EXCLUDED
     tl.store(p_scratch + o_p, b_weight, mask=m_candidate)
@@ -49,9 +53,27 @@ def _choose_among(
         _favour_last(p_scratch, p_tables, SIZES.SINK + free, SIZES, HYSTERESIS)
         tl.debug_barrier()
         b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
-    m_chosen = heaviest(b_weight, free, most)
+    m_chosen, num_chosen = heaviest(b_weight, free, most), tl.minimum(free, most)
+    if p_held is not None:
+        if held:
+            tl.store(p_marks + o_p, 0, mask=m_candidate)
+            tl.debug_barrier()
+            _mark_held(p_marks, p_held, SIZES.SINK + free, SIZES)
+            tl.debug_barrier()
+            m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0
+            num_chosen = tl.sum(m_chosen.to(tl.int32), 0)
+    tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)
     b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
-    tl.store(p_scratch + P + b_rank, o_p, mask=m_chosen)
+    tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)
+    return num_chosen
+
+
+@triton.jit
+def _mark_held(p_marks, p_held, end, SIZES: tl.constexpr):
+    """Mark those pages that ``_read_held`` has read and that are candidates, which all lie before ``end``."""
+    o_a = tl.arange(0, SIZES.A_BLOCK)
+    b_page = tl.load(p_held + o_a, mask=o_a < SIZES.A, other=-1)
+    tl.store(p_marks + b_page, 1, mask=(b_page >= SIZES.SINK) & (b_page < end))
 
 
 @triton.jit
@@ -68,28 +90,6 @@ def _favour_last(p_weights, p_tables, end, SIZES: tl.constexpr, HYSTERESIS: tl.c
 
 
 @triton.jit
-def choose_held(p_chosen, p_reads, num_pages, A_PART: tl.constexpr, SIZES: tl.constexpr):
-    """Note, in ascending order, the pages between sink and window that ``_read_held`` has read, and return how many they are.
-
-    The context has more than A pages, so it has read the budget.
-    """
-    _, p_pages, _ = p_reads
-    tl.debug_barrier()
-    first_of_window = tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK)
-    o_a, num_chosen = tl.arange(0, SIZES.BUDGET_BLOCK), 0
-    b_other = tl.load(p_pages + o_a, mask=o_a < SIZES.BUDGET, other=-1)
-    b_other = tl.where((b_other >= SIZES.SINK) & (b_other < first_of_window), b_other, 2**30)
-    for first in range(0, SIZES.BUDGET, A_PART):
-        o_q = first + tl.arange(0, A_PART)
-        b_page = tl.load(p_pages + o_q, mask=o_q < SIZES.BUDGET, other=-1)
-        m_chosen = (b_page >= SIZES.SINK) & (b_page < first_of_window)
-        b_rank = tl.sum((b_other[None, :] < b_page[:, None]).to(tl.int32), 1)
-        tl.store(p_chosen + b_rank, b_page, mask=m_chosen)
-        num_chosen += tl.sum(m_chosen.to(tl.int32), 0)
-    return num_chosen
-
-
-@triton.jit
 def required(num_chosen, SIZES: tl.constexpr):
     """Sink, chosen pages and window, of which a short context has fewer."""
     number = SIZES.A
@@ -99,17 +99,39 @@ def required(num_chosen, SIZES: tl.constexpr):
 
 
 @triton.jit
-def diff(p_scratch, p_lists, b_page, num_chosen, num_pages, begun, P, A_PART: tl.constexpr, SIZES: tl.constexpr):
-    """Compare the required pages, in order, with the frames and with the slots: list resident pages, and note the missing ones.
-
-    A page from ``begun`` on is not full: the host has none of it. Returns a mask of the slots whose page is required, how many pages are
-    resident, how many are missing, and how many of those are to be recalled.
-    """
-    p_chosen, p_missing = p_scratch + P, p_scratch + P + SIZES.A
-    p_list, p_frames, now_reads = p_lists
-    tl.debug_barrier()
+def mark_fixed(p_marks, num_pages, P, SIZES: tl.constexpr, BLOCK: tl.constexpr):
+    """Mark sink and window."""
     first_of_window = tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK)
-    m_kept = tl.arange(0, SIZES.C_BLOCK) < 0
+    for first in range(0, SIZES.SINK + SIZES.WINDOW, BLOCK):
+        o_f = first + tl.arange(0, BLOCK)
+        b_page = tl.where(o_f < SIZES.SINK, o_f, first_of_window + o_f - SIZES.SINK)
+        tl.store(p_marks + b_page, 1, mask=(o_f < SIZES.SINK + SIZES.WINDOW) & (b_page < tl.minimum(num_pages, P)))
+
+
+@triton.jit
+def keep(p_scratch, p_frames, b_page, num_pages, P, SIZES: tl.constexpr):
+    """Mask of the slots whose page is required and absent; its mark becomes 2. And the weight of each slot's page."""
+    tl.debug_barrier()
+    m_page = (b_page >= 0) & (b_page < tl.minimum(num_pages, P))
+    m_candidate = m_page & (b_page >= SIZES.SINK) & (b_page < tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK))
+    b_weight = tl.load(p_scratch + b_page, mask=m_candidate, other=LIGHTEST)
+    b_mark = tl.load(p_scratch + P + b_page, mask=m_page, other=0)
+    m_kept = (b_mark > 0) & (tl.load(p_frames + b_page, mask=m_page, other=0) < 0)
+    tl.store(p_scratch + P + b_page, 2, mask=m_kept)
+    tl.debug_barrier()
+    return m_kept, b_weight
+
+
+@triton.jit
+def diff(p_scratch, p_lists, num_chosen, num_pages, begun, P, A_PART: tl.constexpr, SIZES: tl.constexpr):
+    """Compare the required pages, in order, with the frames and with the marks of ``keep``: list resident pages, note the missing ones.
+
+    A page from ``begun`` on is not full: the host has none of it. Returns how many pages are resident, how many are missing, and how many
+    of those are to be recalled.
+    """
+    p_marks, p_chosen, p_missing = p_scratch + P, p_scratch + 2 * P, p_scratch + 2 * P + SIZES.A
+    p_list, p_frames, now_reads = p_lists
+    first_of_window = tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK)
     num_resident, num_missing, num_recalled = 0, 0, 0
     for first in range(0, required(num_chosen, SIZES), A_PART):
         o_q = first + tl.arange(0, A_PART)
@@ -120,23 +142,22 @@ def diff(p_scratch, p_lists, b_page, num_chosen, num_pages, begun, P, A_PART: tl
         m_wanted = (o_q < SIZES.A) & (b_wanted < tl.minimum(num_pages, P))
         b_frame = tl.load(p_frames + b_wanted, mask=m_wanted, other=-1)
         m_resident = b_frame >= 0
-        b_rank = num_resident + tl.cumsum(m_resident.to(tl.int32), 0) - 1
+        m_missing = m_wanted & ~m_resident & (tl.load(p_marks + b_wanted, mask=m_wanted, other=2) < 2)
+        b_ranks = tl.cumsum(m_resident.to(tl.int32) + (m_missing.to(tl.int32) << 16), 0)
+        b_rank = num_resident + (b_ranks & 0xFFFF) - 1
         tl.store(p_list + b_rank, -2 - b_wanted, mask=m_resident)
         _note_reads(now_reads, b_rank, b_frame, b_wanted, m_resident)
-        m_absent = m_wanted & (b_frame < 0)
-        m_same = (b_wanted[:, None] == b_page[None, :]) & m_absent[:, None]
-        m_kept = m_kept | (tl.max(m_same.to(tl.int32), 0) > 0)
-        m_missing = m_absent & (tl.max(m_same.to(tl.int32), 1) == 0)
-        tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)
-        both = tl.sum(m_missing.to(tl.int32) + ((m_missing & (b_wanted < begun)).to(tl.int32) << 16), 0)
-        num_missing += both & 0xFFFF
-        num_recalled += both >> 16
-        num_resident += tl.sum(m_resident.to(tl.int32), 0)
-    return m_kept, num_resident, num_missing, num_recalled
+        tl.store(p_missing + num_missing + (b_ranks >> 16) - 1, b_wanted, mask=m_missing)
+        m_recalled = m_missing & (b_wanted < begun)
+        counts = tl.sum(m_resident.to(tl.int32) + (m_missing.to(tl.int32) << 10) + (m_recalled.to(tl.int32) << 20), 0)
+        num_resident += counts & 0x3FF
+        num_missing += counts >> 10 & 0x3FF
+        num_recalled += counts >> 20
+    return num_resident, num_missing, num_recalled
 
 
 @triton.jit
-def evict(p_weights, b_page, m_kept, num_missing, num_pages, P, SIZES: tl.constexpr):
+def evict(b_weight, m_kept, num_missing, SIZES: tl.constexpr):
     """Find slots for the missing pages: empty ones first, then those of the lightest pages.
 
     Returns a mask of these slots, the number of the missing page that each one gets, the place of each slot among those to attend to, and
@@ -146,9 +167,6 @@ def evict(p_weights, b_page, m_kept, num_missing, num_pages, P, SIZES: tl.conste
     m_free = (o_c < SIZES.C) & ~m_kept
     num_free = tl.sum(m_free.to(tl.int32), 0)
     if num_missing < num_free:  # else no weight decides
-        first_of_window = tl.maximum(num_pages - SIZES.WINDOW, SIZES.SINK)
-        m_ranked = m_free & (b_page >= SIZES.SINK) & (b_page < tl.minimum(first_of_window, P))
-        b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)
         # ~ reverses the order of integers: the lightest become the heaviest
         m_free = heaviest(tl.where(m_free, ~b_weight, EXCLUDED), num_free, num_missing)
     b_ranks = tl.cumsum(m_kept.to(tl.int32) + (m_free.to(tl.int32) << 16), 0)

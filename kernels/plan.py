@@ -12,12 +12,12 @@ from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
-from sglang_freekv.kernels.placement import choose, choose_held, diff, evict, list_misses, publish
+from sglang_freekv.kernels.placement import choose, diff, evict, keep, list_misses, mark_fixed, publish
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.select import launch_of, most_to_choose, sizes_of
 
 HITS, RECALLED = tl.constexpr(reference.HITS), tl.constexpr(reference.RECALLED)
-COMPARED = 16384  # (page, slot) pairs compared at once: at most 128 for each thread of the narrowest kernel, which has 4 warps
+MOST_AT_ONCE = 512  # required pages that are looked up together; their counts have ten bits each
 
 
 def plan_pages(
@@ -60,7 +60,7 @@ def _launch(
     sizes, num_pages, device = sizes_of(candidates, tables), candidates.logits.shape[2], candidates.logits.device
     assert max(sizes.C, sizes.A) <= MOST_SLOTS
     grid = len(candidates.rows), sizes.H
-    notes = torch.empty(*grid, num_pages + 2 * sizes.A, dtype=torch.int32, device=device)
+    notes = torch.empty(*grid, 2 * (num_pages + sizes.A), dtype=torch.int32, device=device)
     _plan_pages[grid](
         candidates.logits,
         candidates.rows,
@@ -85,7 +85,7 @@ def _launch(
         ahead.host_pages.shape[0],
         AHEAD_FIRST=ahead_first,
         REST=reads is None,
-        A_PART=max(1, min(sizes.BUDGET_BLOCK, COMPARED // sizes.C_BLOCK)),
+        A_PART=min(sizes.BUDGET_BLOCK, MOST_AT_ONCE),
         SIZES=sizes,
         POOLING=candidates.pooling,
         HYSTERESIS=float(candidates.hysteresis),
@@ -106,7 +106,7 @@ def _plan_pages(
     p_slot_pages,  # [R, H, C]
     p_attended,  # [R, H, A]
     p_row_frames,  # [R, C]
-    p_notes,  # [B, H, P + 2 A] scratch that a program's threads share: weights of candidates, chosen pages, missing pages
+    p_notes,  # [B, H, 2 P + 2 A] scratch that a program's threads share, as placement has it
     p_read_frames,  # [B, H, A] or None
     p_read_pages,  # [B, H, A] or None
     p_present,  # [B, H] or None
@@ -150,7 +150,7 @@ def _plan_pages(
         tl.store(p_lost + i_unit, lost)
         if (row <= 0) | ((not AHEAD_FIRST) & (corrected == 0) & (lost == 0)):
             return
-    p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * (P + 2 * SIZES.A)
+    p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * 2 * (P + SIZES.A)
     now = p_now_length, p_now_pages, p_now_heads, p_now_frames, M_NOW
     ahead = p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_frames, M_AHEAD
     select = corrected, lost, seq_len, P
@@ -183,19 +183,21 @@ def _plan_head(
     o_c = tl.arange(0, SIZES.C_BLOCK)
     b_page = tl.load(p_table + o_c, mask=o_c < SIZES.C, other=-1)
     b_frame = tl.load(p_row_frames + o_c, mask=o_c < SIZES.C, other=-1)
-    most = most_to_choose(p_frames, num_pages, P, SIZES)
-    num_chosen = choose(p_group, p_scratch, p_tables, num_pages, P, most, SIZES, POOLING, HYSTERESIS)
+    p_held = None
     if not REST:
-        if (lost != 0) & (num_pages > SIZES.A):
-            num_chosen = choose_held(p_scratch + P, p_reads, num_pages, A_PART, SIZES)
+        _, p_held, _ = p_reads
+    sizes = num_pages, P, most_to_choose(p_frames, num_pages, P, SIZES), (lost != 0) & (num_pages > SIZES.A)
+    mark_fixed(p_scratch + P, num_pages, P, SIZES, A_PART)
+    num_chosen = choose(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS)
+    m_kept, b_weight = keep(p_scratch, p_frames, b_page, num_pages, P, SIZES)
     now_reads = p_reads, corrected | lost
     p_lists = p_list, p_frames, now_reads
-    m_kept, num_resident, num_missing, num_recalled = diff(p_scratch, p_lists, b_page, num_chosen, num_pages, begun, P, A_PART, SIZES)
+    num_resident, num_missing, num_recalled = diff(p_scratch, p_lists, num_chosen, num_pages, begun, P, A_PART, SIZES)
     if tl.load(p_row_frames) < 0:  # a whole row has no slots
         num_missing, num_recalled = 0, 0
-    m_victim, b_order, b_rank, num_kept = evict(p_scratch, b_page, m_kept, num_missing, num_pages, P, SIZES)
+    m_victim, b_order, b_rank, num_kept = evict(b_weight, m_kept, num_missing, SIZES)
     tl.debug_barrier()
-    b_incoming = tl.load(p_scratch + P + SIZES.A + b_order, mask=m_victim, other=-1)
+    b_incoming = tl.load(p_scratch + 2 * P + SIZES.A + b_order, mask=m_victim, other=-1)
     tl.store(p_table + o_c, b_incoming, mask=m_victim)
     if num_recalled > 0:
         m_recalled = m_victim & (b_order < num_recalled)

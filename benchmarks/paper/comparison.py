@@ -50,7 +50,6 @@ class Compared(NamedTuple):
         rates = (tuple(each.get(figure) for each in pair) for figure in ("tokens_per_s", "decoding_tokens_per_s", "at_once"))
         return cls(name, cell["context"], cell["batch"], prefix, slower, by, *times.values(), *rates, *pair)
 
-
     def without_ttft_ratio(self) -> Compared:
         """For results of two machines: hosts differ by more than a half in it, but cards of one kind hardly in TPOT."""
         return self._replace(ttft=(*self.ttft[:2], None), slower="+".join(what for what in self.slower.split("+") if what != "TTFT"))

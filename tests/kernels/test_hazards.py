@@ -41,13 +41,18 @@ SERVERS = (  # the default server; one whose rows have 256 slots, more than a pr
 
 ROWS = "no row is in a launch twice"
 UNCHANGED = "there is a barrier in each round of the loop, and without a round the number is written as it was read"
-NOTES = "weights, chosen pages and missing pages lie one behind the other"
+NOTES = "weights, marks, chosen pages and missing pages lie one behind the other"
+SAME = "what is written is true where what was read is"
 READ_COUNT, WRITE_COUNT = "count = tl.load(p_free_count)", "tl.store(p_free_count, count)"
 READ_CHOSEN = "b_wanted = tl.load(p_chosen + o_q - SIZES.SINK, mask=m_chosen, other=0)"
 READ_WEIGHTS = "b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)"
-WRITE_CHOSEN = "tl.store(p_scratch + P + b_rank, o_p, mask=m_chosen)"
-READ_WEIGHT = "b_weight = tl.load(p_weights + b_page, mask=m_ranked, other=LIGHTEST)"
-WRITE_MISSING = "tl.store(p_missing + num_missing + tl.cumsum(m_missing.to(tl.int32), 0) - 1, b_wanted, mask=m_missing)"
+WRITE_CHOSEN = "tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)"
+CLEAR_MARKS, WRITE_MARKS = "tl.store(p_marks + o_p, 0, mask=m_candidate)", "tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)"
+READ_HELD = "m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0"
+READ_WEIGHT = "b_weight = tl.load(p_scratch + b_page, mask=m_candidate, other=LIGHTEST)"
+READ_MARK, KEEP = "b_mark = tl.load(p_scratch + P + b_page, mask=m_page, other=0)", "tl.store(p_scratch + P + b_page, 2, mask=m_kept)"
+READ_KEPT = "m_missing = m_wanted & ~m_resident & (tl.load(p_marks + b_wanted, mask=m_wanted, other=2) < 2)"
+WRITE_MISSING = "tl.store(p_missing + num_missing + (b_ranks >> 16) - 1, b_wanted, mask=m_missing)"
 READ_HAND = "m_wants = m_full & (tl.load(p_in_hand + b_row, mask=m_full, other=0) < 0)"
 WRITE_HAND = "tl.store(p_in_hand + b_row, b_frame, mask=m_served)"
 TURNS = f"{ROWS}, and the second turn is of other rows than the first"
@@ -70,10 +75,17 @@ NO_HAZARD = {  # kernel, argument, the lines in their order: why different threa
         UNCHANGED,
     ("_hold_kernel", "p_free_count", READ_COUNT, WRITE_COUNT): UNCHANGED,
     ("_forget_kernel", "p_free_count", READ_COUNT, WRITE_COUNT): UNCHANGED,
+    ("_plan_pages", "p_notes", READ_WEIGHTS, CLEAR_MARKS): NOTES,
+    ("_plan_pages", "p_notes", READ_WEIGHTS, WRITE_MARKS): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHTS, WRITE_CHOSEN): NOTES,
+    ("_plan_pages", "p_notes", READ_HELD, WRITE_MARKS): SAME,
+    ("_plan_pages", "p_notes", READ_HELD, WRITE_CHOSEN): NOTES,
+    ("_plan_pages", "p_notes", READ_WEIGHT, KEEP): NOTES,
+    ("_plan_pages", "p_notes", READ_MARK, KEEP): SAME,
     ("_plan_pages", "p_notes", READ_CHOSEN, WRITE_MISSING): NOTES,
+    ("_plan_pages", "p_notes", READ_KEPT, WRITE_MISSING): NOTES,
     ("_plan_pages", "p_notes", WRITE_MISSING, READ_CHOSEN): NOTES,
-    ("_plan_pages", "p_notes", WRITE_MISSING, READ_WEIGHT): NOTES,
+    ("_plan_pages", "p_notes", WRITE_MISSING, READ_KEPT): NOTES,
 }  # fmt: skip
 
 
