@@ -47,7 +47,10 @@ READ_COUNT, WRITE_COUNT = "count = tl.load(p_free_count)", "tl.store(p_free_coun
 READ_CHOSEN = "b_wanted = tl.load(p_chosen + o_q - SIZES.SINK, mask=m_chosen, other=0)"
 READ_WEIGHTS = "b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)"
 WRITE_CHOSEN = "tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)"
-CLEAR_MARKS, WRITE_MARKS = "tl.store(p_marks + o_p, 0, mask=m_candidate)", "tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)"
+CLEAR_MARKS, WRITE_MARKS = (
+    "tl.store(p_marks + o_p, 0, mask=m_candidate)",
+    "tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)",
+)
 READ_HELD = "m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0"
 READ_WEIGHT = "b_weight = tl.load(p_scratch + b_page, mask=m_candidate, other=LIGHTEST)"
 READ_MARK, KEEP = "b_mark = tl.load(p_scratch + P + b_page, mask=m_page, other=0)", "tl.store(p_scratch + P + b_page, 2, mask=m_kept)"
