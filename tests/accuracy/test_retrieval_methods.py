@@ -45,8 +45,13 @@ FREEKV = {
     "freekv-hysteresis": FreeKV(hysteresis=1.4),
     "freekv-two-bit-page-8-hysteresis": FreeKV(digest="two-bit", page=8, hysteresis=1.4),
     "freekv-two-bit-narrow-page-8-hysteresis": FreeKV(digest="two-bit", page=8, sink=16, window=32, hysteresis=1.4),
+    "freekv-two-bit-narrow-page-8-hysteresis-0.70": FreeKV(digest="two-bit", page=8, sink=16, window=32, hysteresis=0.7),
     "freekv-two-bit-narrow-page-8-on-turn": FreeKV(digest="two-bit", page=8, sink=16, window=32, selection="on-turn"),
+    "freekv-two-bit-narrow-page-8-on-turn-tau-0.85": FreeKV(0.85, digest="two-bit", page=8, sink=16, window=32, selection="on-turn"),
     "freekv-two-bit-narrow-page-8-on-turn-tau-0.80": FreeKV(0.8, digest="two-bit", page=8, sink=16, window=32, selection="on-turn"),
+    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis-0.70": FreeKV(
+        0.8, digest="two-bit", page=8, sink=16, window=32, hysteresis=0.7, selection="on-turn"
+    ),
     "freekv-two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis": FreeKV(
         0.8, digest="two-bit", page=8, sink=16, window=32, hysteresis=1.4, selection="on-turn"
     ),
