@@ -159,6 +159,21 @@ def test_residency_is_told_by_load_and_beside_its_aims(tmp_path, undrawn):
         (2.0, "at most 1.5", "NO"),
     ]
     assert section.facts["resident"] and section.facts["slowest"].tpot[2] == 1.0
+    assert "Stock SGLang has the faster backend of" in text and "joined by straight lines" not in text
+
+
+def test_long_answers_are_told_of_resident_pages_and_of_the_backend_that_ran(tmp_path, undrawn):
+    results = {
+        f"{system}/{context // 1024}k/b4": served(context, 4, tpot, 100)
+        for system, tpot in (("freekv-resident-tau-0.9-by-layer", 0.01), ("stock-flashinfer", 0.02))
+        for context in (1024, 16384)
+    }
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
+    assert "Stock SGLang has FlashInfer. All ran on a device." in section.markdown
+    assert "| 4 | 1K, 16K | 10.00 / 20.00 | 0.50 |" in section.markdown
+    results |= {key.replace("b4", "b1"): served(each["cell"]["context"], 1, 0.01, 100) for key, each in results.items()}
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
+    assert "Over a long answer to a short prompt it is 1.00 with 1, 0.50 with 4 requests at once." in figures.page([section])
 
 
 def test_a_goodput_stands_beside_its_bound(tmp_path):

@@ -29,7 +29,18 @@ def _memory(facts: dict) -> Iterator[str]:
 def _alone(facts: dict) -> Iterator[str]:
     if facts.get("alone"):
         told = ", ".join(f"{ratio:.2f} at {context // 1024}K" for context, ratio in sorted(facts["alone"].items()))
-        yield f"**One request alone gains only where its context is long**. Its time per token, over stock SGLang's, is {told}."
+        yield (
+            f"**One request alone gains only where its context is long**. Its time per token, over stock SGLang's, is {told}."
+            f"{_longer(facts.get('longer', {}))}"
+        )
+
+
+def _longer(ratios: dict[int, float]) -> str:
+    """Of long answers to short prompts, by requests at once."""
+    if not ratios:
+        return ""
+    told = ", ".join(f"{ratio:.2f} with {batch}" for batch, ratio in sorted(ratios.items()))
+    return f" Over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once."
 
 
 def _losses(facts: dict) -> Iterator[str]:
@@ -101,4 +112,4 @@ def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
         if wins := sum(ratio < 1 for ratio in mine):
             name = METHODS[method][0].upper() + METHODS[method][1:]
             told.append(f" {name} takes {min(mine):.2f} to {max(mine):.2f} of FreeKV's time and is faster in {wins} of {len(mine)} cases.")
-    yield text + (f" On long generation others win, over all shapes and batches.{''.join(told)}" if told else "")
+    yield text + (f" On long generation others win with nothing resident, over all shapes and batches.{''.join(told)}" if told else "")

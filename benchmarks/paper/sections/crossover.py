@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.paper import crossover, plots
-from benchmarks.paper.comparison import Compared, compared
+from benchmarks.paper.comparison import LONG, Compared, compared, long_generation
 from benchmarks.paper.parts import bound_of
 from benchmarks.profiles import LOADS, NEAREST, Shares
 from benchmarks.report import markdown
@@ -30,11 +30,17 @@ TOLD = {
     SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang.{stay} "
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
 } | {
-    title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has the "
-    "faster backend of FlashAttention 3 and FlashInfer in the same run, for TPOT and for TTFT; the last column names it."
+    title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has "
+    f"{{stock}}. All ran on {{device}}. Prompts that hit were sent {crossover.HIT_PASSES + 1} times. A TTFT has no ratio where its two "
+    "sides are of two machines, or where one is a hit and the other is cold."
     for title, load in crossover.UNDER.items()
 }
+BACKENDS = dict(zip(crossover.FASTER, ("FlashAttention 3", "FlashInfer")))
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
+LONGER = (
+    f"A step of an answer of {LONG.answer:,} tokens to a prompt of {LONG.prompt}, in the mean. Steps were timed at some lengths, and are "
+    "joined by straight lines; beyond the lengths they are taken to be level. No answer of that length was generated."
+)
 
 
 def of_crossover(path: Path, directory: Path) -> Section:
@@ -49,13 +55,18 @@ def of_crossover(path: Path, directory: Path) -> Section:
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
-        told = TOLD[title].format(stay=_stay(section, pair[0], rows), **held) + _no_room(section, pair[1], rows)
+        words = {"stay": _stay(section, pair[0], rows), "stock": _backends(section, rows), "device": _devices(section, rows)}
+        told = TOLD[title].format(**words, **held) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}", told, _table(section, rows))
+        if title in crossover.UNDER and (longer := long_generation(section.results, *pair)):
+            section.add(LONGER, _long_table(longer))
         if title in DRAWN:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
             drawn, lines = f"{section.shape}, {title}: {what}", _curves(rows, title)
             section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
             section.facts |= _facts(title, rows, held["theirs"])
+            if title in crossover.UNDER:
+                section.facts["longer"] = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)}
         section.aims += _aims(section, title, rows)
     return section
 
@@ -69,6 +80,11 @@ def _table(section: Section, rows: list[Compared]) -> str:
         over = _both(_two(_over_least(section, side)) for side in (row.ours, row.theirs))
         lines.append((row.name, row.slower or None, row.prefix, *tpot, *ttft, *rates, over, *([row.by] if row.by else [])))
     return markdown(HEADER + ("faster",) if any(row.by for row in rows) else HEADER, lines)
+
+
+def _long_table(rows: list[tuple[int, str, float, float, float]]) -> str:
+    lines = [(batch, lengths, _both((ms(ours), ms(theirs))), _two(ratio)) for batch, lengths, ours, theirs, ratio in rows]
+    return markdown(("requests", "steps timed at", "ms a step", "ratio"), lines)
 
 
 def _both(pair) -> str:
@@ -87,6 +103,19 @@ def _stay(section: Section, system: str, rows: list[Compared]) -> str:
         return " FreeKV's pages stay there while there is room."
     which = "" if len(without) == sum(bool(row.ours) for row in rows) else f" in {', '.join(without)}"
     return f" Nothing is resident in FreeKV's{which}."
+
+
+def _backends(section: Section, rows: list[Compared]) -> str:
+    """Whose figures stock SGLang's are."""
+    if any(row.by for row in rows):
+        return "the faster backend of FlashAttention 3 and FlashInfer, for TPOT and for TTFT; the last column names it"
+    there = [told for name, told in BACKENDS.items() if any(f"{name}/{row.name}" in section.results for row in rows)]
+    return " or ".join(there) or "no figures"
+
+
+def _devices(section: Section, rows: list[Compared]) -> str:
+    runs = sorted({side["run"] for row in rows for side in (row.ours, row.theirs) if side})
+    return " and ".join(dict.fromkeys(section.written["runs"][run]["device"] for run in runs))
 
 
 def _no_room(section: Section, system: str, rows: list[Compared]) -> str:
