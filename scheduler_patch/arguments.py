@@ -186,7 +186,7 @@ def _take_options(kwargs: dict) -> Options:
 
 def _is_off(options: Options, asked: dict[str, Any]) -> bool:
     """Whether KV retrieval is off; then FreeKV's other options are refused, which have no effect."""
-    if options.kv_retrieval not in OFF:
+    if options.kv_retrieval is not None and not (isinstance(options.kv_retrieval, str) and options.kv_retrieval in OFF):
         return False
     preparation.refuse_idle(options)
     refuse_lost_config(asked.get("attention_backend"))

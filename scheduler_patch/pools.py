@@ -77,7 +77,7 @@ def store_kv_apart(forward_batch) -> bool:
 
 def expect_one_file(config: FreeKVConfig) -> None:
     """Raise a Refusal on every rank if two of them have other thresholds, because each machine reads its own file."""
-    file = config.tau_by_layer and config.tau_by_layer.file
+    file = "that is not given here" if config.tau_by_layer is None else config.tau_by_layer.file
     digest = 0 if config.tau_by_layer is None else zlib.crc32(repr(config.tau_by_layer.taus).encode())
     least, most = _agree(digest), -_agree(-digest)
     if least != most:

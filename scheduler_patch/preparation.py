@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 
 from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal, typed
-from sglang_freekv.flag import TOKENS
+from sglang_freekv.flag import PAGE
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.options import NAMES, Options, config_from
 from sglang_freekv.scheduler_patch import cpu, refusals, refused_flags, registry, trees
@@ -59,12 +59,10 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
     refuse_untested(method=options.kv_retrieval)
     refuse_other_server(method=options.kv_retrieval)
     asked.device = cpu.usable_device(asked.device)
-    page_size = None if asked.page_size is None else TOKENS.read("page_size", asked.page_size)
+    page_size = None if asked.page_size is None else PAGE.read("page_size", asked.page_size)
     config = config_from(options, page_size)
     refused_flags.refuse_flags(asked)
-    if config.tau is not None and abs(config.tau) > 1:
-        above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
-        logger.warning("--freekv-tau %g is %s; 0.9 suits long generation", config.tau, above if config.tau > 1 else below)
+    _warn_of_tau(config)
     config = _with_host_memory(config, asked)
     settings = {"device": asked.device, "page_size": config.page_size, "attention_backend": BACKEND_NAME}
     if asked.device == "cpu":
@@ -80,6 +78,19 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
         settings["radix_cache_backend"] = BACKEND_NAME
     registry.check(scheduler_patch.launcher(asked.device) + scheduler_patch.scheduler(asked.device))
     return config, settings
+
+
+def _warn_of_tau(config: FreeKVConfig) -> None:
+    """Warn of thresholds that no cosine crosses."""
+    above, below = "above every cosine: every kv head is corrected in every step", "below every cosine: no kv head is corrected"
+    if config.tau_by_layer is None:
+        taus = {"--freekv-tau": config.tau}
+    else:
+        by_layer = enumerate(config.tau_by_layer.taus)
+        taus = {f"--freekv-tau-by-layer {config.tau_by_layer.file}: layer {layer}, whose threshold": tau for layer, tau in by_layer}
+    for name, tau in taus.items():
+        if tau is not None and abs(tau) > 1:
+            logger.warning("%s %g is %s; 0.9 suits long generation", name, tau, above if tau > 1 else below)
 
 
 def _prepare_cpu(config: FreeKVConfig, asked: SimpleNamespace) -> dict[str, Any]:

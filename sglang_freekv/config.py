@@ -118,7 +118,7 @@ class FreeKVConfig:
             )
         if self.host_memory_gib is not None and not self.host_memory_gib > 0:
             raise Refusal(f"--freekv-host-memory {self.host_memory_gib:g}: expected GiB above 0; leave it out to take the default share")
-        if self.resident_memory_gib is not None and not self.resident_memory_gib >= 0:
+        if self.resident_memory_gib is not None and not 0 <= self.resident_memory_gib < math.inf:
             raise Refusal(
                 f"--freekv-resident-memory {self.resident_memory_gib:g}: expected GiB, 0 or more; leave it out to take what is left"
             )
@@ -214,8 +214,8 @@ class FreeKVConfig:
             )
 
     def _check_tau(self) -> None:
-        if self.tau is not None and math.isnan(self.tau):
-            raise Refusal("--freekv-tau nan: expected a number; use 0.9 for long generation, 0.8 for long input")
+        if self.tau is not None and not math.isfinite(self.tau):  # /server_info tells it, and JSON has no infinity
+            raise Refusal(f"--freekv-tau {self.tau:g}: expected a finite number; use 0.9 for long generation, 0.8 for long input")
 
     def _check_hysteresis(self) -> None:
         if not 0 <= self.hysteresis <= MOST_NATS:

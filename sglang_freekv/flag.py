@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
-from sglang_freekv.config import FreeKVConfig, Refusal, typed
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, FreeKVConfig, Refusal, typed
 from sglang_freekv.layer_taus import LayerTaus
+from sglang_freekv.refusal import shown
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,36 @@ class Flag:
 
 
 def one_of(*choices: str) -> Kind:
-    """One of ``choices``, which FreeKVConfig checks."""
-    return Kind({"choices": choices}, lambda name, value: value)
+    """One of ``choices``, which FreeKVConfig checks. What is no word is read as the text that the refusal shows."""
+    return Kind({"choices": choices}, lambda name, value: shown(value))
 
 
 def _whole(unit: str, example: int) -> Callable[[str, Any], int]:
     def read(name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise Refusal(f"{typed(name)} {value}: expected a whole number of {unit}; use for example {typed(name)} {example}")
-        return value
+        if not isinstance(value, Integral) or isinstance(value, bool) or abs(int(value)) > sys.float_info.max:
+            raise Refusal(
+                f"{typed(name)} {shown(value)}: expected a whole number of {unit} that a float can hold, found type "
+                f"{type(value).__name__}; use for example {typed(name)} {example}"
+            )
+        return int(value)
 
     return read
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise Refusal(f"{typed(name)} {value}: expected a number; use one, or leave it out")
     try:
-        return float(value)
+        if isinstance(value, Real) and not isinstance(value, bool):
+            return float(value)
     except OverflowError:
-        raise Refusal(f"{typed(name)} {value}: expected a number that a float can hold; use one, or leave it out") from None
+        pass
+    raise Refusal(
+        f"{typed(name)} {shown(value)}: expected a number that a float can hold, found type {type(value).__name__}; use one, or leave it out"
+    )
 
 
 def _layers(name: str, value: Any) -> tuple[int, ...]:
     """Layer numbers, ascending, from ``"0,1"``, ``["0", "1"]`` (a YAML list), ``(0, 1)`` or ``0``. ``""`` and ``"none"`` mean no layer."""
-    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = ",".join(map(shown, value)) if isinstance(value, list | tuple) else shown(value, sys.maxsize)
     words = [word.strip() for word in text.split(",") if word.strip()]
     if [word.lower() for word in words] == ["none"] or not text.strip():
         return ()
@@ -78,10 +86,11 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
             return tuple(sorted({int(word) for word in words}))
     except ValueError:
         pass
-    raise Refusal(f"{typed(name)} {text}: expected comma-separated layer numbers or none; use for example 0")
+    raise Refusal(f"{typed(name)} {shown(text)}: expected comma-separated layer numbers or none; use for example 0")
 
 
 TOKENS = Kind({"type": int, "metavar": "TOKENS"}, _whole("tokens", FreeKVConfig.budget_tokens))
+PAGE = Kind({"type": int, "metavar": "TOKENS"}, _whole("tokens", DEFAULT_PAGE_SIZE))
 STEPS = Kind({"type": int, "metavar": "STEPS"}, _whole("decode steps", 100))
 NATS = Kind({"type": float, "metavar": "NATS"}, _number)
 COSINE = Kind({"type": float, "metavar": "COSINE"}, _number)

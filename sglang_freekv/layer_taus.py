@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_freekv.refusal import Refusal
+from sglang_freekv.refusal import Refusal, shown
 
 FLAG = "--freekv-tau-by-layer"
 EXAMPLE = '{"model": "LlamaForCausalLM", "tau": [null, 0.8, 0.9]}'
+MOST_BYTES = 1 << 20  # of a file: thousands of layers
+MOST_SHOWN = 40  # characters of what a file holds
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,19 @@ class LayerTaus:
         Raises:
             Refusal: it is no such file.
         """
-        if not isinstance(value, str | os.PathLike):
-            raise Refusal(f"{FLAG} {value}: expected the name of a file; use for example {FLAG} tau.json")
+        file = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(file, str):
+            raise Refusal(f"{FLAG} {shown(value)}: expected the name of a file; use for example {FLAG} tau.json")
+        if not file.isprintable():  # the log and /server_info tell it
+            raise Refusal(f"{FLAG} {shown(ascii(file))}: expected a name of printable characters; use for example {FLAG} tau.json")
         try:
-            held = json.loads(Path(value).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:  # a name may have a NUL, and a file anything
+            held = json.loads(_content(Path(file)))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise Refusal(
-                f"{FLAG} {value}: expected a file of JSON, found none that can be read ({error}); use one that holds {EXAMPLE}"
+                f"{FLAG} {shown(file)}: expected a file of JSON, found none that can be read ({shown(reason)}); use one that holds {EXAMPLE}"
             ) from None
-        return cls.of(str(value), held)
+        return cls.of(str(file), held)
 
     @classmethod
     def of(cls, file: str, held: Any) -> LayerTaus:
@@ -103,6 +109,20 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
+def _content(path: Path) -> bytes:
+    """What a regular file holds. A pipe or a device might never end, and its content would be gone for whoever reads it next.
+
+    Raises:
+        OSError, ValueError: it is not a readable file of at most ``MOST_BYTES``.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("neither a pipe nor a device is read")
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"at most {MOST_BYTES} bytes are read")
+    return content
+
+
 def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:40] + " ..."
+    return shown(value, MOST_SHOWN)

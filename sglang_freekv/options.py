@@ -208,9 +208,9 @@ def _refuse_page_size(options: Options, page_size: int | None) -> None:
     reason = _reason_against(sizes, page_size)
     if reason is None:
         return
-    budget = _defaults(sizes).get("budget_tokens", FreeKVConfig.budget_tokens)
-    if options.freekv_budget is not None:
-        budget = TOKENS.read("freekv_budget", options.freekv_budget)
+    budget = _read(options, "freekv_budget")
+    if budget is None:
+        budget = _defaults(sizes).get("budget_tokens", FreeKVConfig.budget_tokens)
     for size in sorted(_divisors(budget), key=lambda size: abs(size - page_size)):
         if _reason_against(sizes, size) is None:
             raise Refusal(f"--page-size {page_size}: expected one that suits the other sizes ({reason}); use --page-size {size}")
@@ -231,22 +231,27 @@ def _divisors(tokens: int) -> tuple[int, ...]:
     return tuple(size for size in ADVISED_PAGE_SIZES if tokens % size == 0)
 
 
-def _preset(options: Options) -> Any:
+def _read(options: Options, name: str) -> Any:
+    """The setting of one option; None if it was not given."""
+    value = getattr(options, name)
+    return None if value is None else FLAGS[name].kind.read(name, value)
+
+
+def _preset(options: Options) -> str | None:
     """The preset that was given, or the default one of method freekv."""
     if options.freekv_preset is None:
-        return DEFAULT_PRESET if options.kv_retrieval == "freekv" else None
-    return options.freekv_preset
+        return DEFAULT_PRESET if _read(options, "kv_retrieval") == "freekv" else None
+    return _read(options, "freekv_preset")
 
 
 def _defaults(options: Options) -> dict[str, Any]:
     """Settings of the preset. FreeKVConfig refuses a preset that there is not."""
     name = _preset(options)
-    return PRESETS[name].settings if name in tuple(PRESETS) else {}
+    return PRESETS[name].settings if name is not None and name in PRESETS else {}
 
 
 def _config(options: Options, page_size: int | None) -> FreeKVConfig:
-    given = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
-    settings = {FLAGS[name].setting: FLAGS[name].kind.read(name, value) for name, value in given.items()}
+    settings = {flag.setting: value for name, flag in FLAGS.items() if (value := _read(options, name)) is not None}
     if page_size is not None:
         settings["page_size"] = page_size
     if settings.keys() >= {"tau", "tau_by_layer"}:

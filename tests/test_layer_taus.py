@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -74,6 +75,44 @@ def test_other_files_are_refused(file, held, found):
 @pytest.mark.parametrize("value", ["nowhere.json", "a\0b", ".", 3, ["tau.json"], b"tau.json"], ids=repr)
 def test_what_is_no_file_is_refused(value):
     refused(lambda: made(value))
+
+
+@pytest.mark.parametrize(
+    "value", ["a\nb.json", "\udcff.json", "x" * 5000, [[]] * 5000, 10**5000], ids=["lines", "bytes", "long", "list", "digits"]
+)
+def test_names_that_no_line_can_tell_are_refused_in_one(value):
+    assert len(refused(lambda: made(value))) < 700
+
+
+class NamedInBytes:
+    def __fspath__(self) -> bytes:
+        return b"tau.json"
+
+
+def test_a_path_in_bytes_is_refused():
+    assert "expected the name of a file" in refused(lambda: made(NamedInBytes()))
+
+
+def test_a_device_or_a_pipe_is_refused_before_it_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer, and /dev/zero has no end
+    for name in (str(tmp_path / "pipe"), "/dev/zero", "/dev/null"):
+        assert "none that can be read (neither a pipe nor a device is read)" in refused(lambda: made(name))
+
+
+def test_a_file_without_end_is_refused(tmp_path):
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps({"model": MODEL, "tau": [0.5]}))
+    os.truncate(path, 1 << 40)  # sparse; to read it whole would take a tebibyte
+    assert "(at most 1048576 bytes are read)" in refused(lambda: made(str(path)))
+
+
+def test_a_file_by_a_relative_name_is_that_of_the_working_directory(file, monkeypatch, tmp_path):
+    file({"model": MODEL, "tau": [0.5]})
+    assert "No such file or directory" in refused(lambda: made("tau.json"))
+    monkeypatch.chdir(tmp_path)
+    config = made("tau.json")
+    (tmp_path / "tau.json").unlink()  # the config has its thresholds
+    assert config.tau_by_layer.taus == (0.5,)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=4),

@@ -7,6 +7,7 @@ import io
 import re
 from argparse import ArgumentParser
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from sglang_freekv.config import (
     typed,
 )
 from sglang_freekv.methods import METHODS
-from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.options import FLAGS, NAMES, Options, config_from
 from sglang_freekv.presets import PRESETS
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
@@ -172,3 +173,35 @@ def test_more_slots_than_the_plan_counts_are_refused(option):
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_tau", "freekv_recall", "freekv_dense_layers"])
 def test_a_value_of_several_lines_is_refused_in_one(option):
     assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: "1\nx"}), DEFAULT_PAGE_SIZE))
+
+
+@pytest.mark.parametrize("name, flag", FLAGS.items())
+def test_a_scalar_of_numpy_is_the_number_that_it_is(name, flag):
+    number = {"dense_layers": np.int64(1), "tau": np.float32(0.5), "hysteresis": np.float16(0.5)}.get(flag.setting)
+    for scalar in (np.int32(64), np.int64(4096)) if number is None else (number,):
+        given = Options(**{"kv_retrieval": "freekv", name: scalar})
+        plain = Options(**{"kv_retrieval": "freekv", name: scalar.item()})
+        outcomes = []
+        for options in (given, plain):
+            try:
+                outcomes.append(repr(config_from(options, DEFAULT_PAGE_SIZE)))
+            except Refusal as refusal:
+                outcomes.append(re.sub(r"found type \w+", "", str(refusal)))
+        assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "value",
+    [np.array([1, 2]), np.array(["fast", "paper"]), np.bool_(True), 10**5000, "x" * 5000, [10**5000]],
+    ids=lambda v: type(v).__name__,
+)
+def test_values_that_cannot_be_compared_or_printed_are_refused_in_a_short_line(name, value):
+    message = refused(lambda: config_from(Options(**{"kv_retrieval": "freekv", name: value}), DEFAULT_PAGE_SIZE))
+    assert message is not None and message.startswith(f"{typed(name)} ") and len(message) < 700
+
+
+@pytest.mark.parametrize("name", ["freekv_tau", "freekv_resident_memory", "freekv_hysteresis"])
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_are_not_finite_are_refused(name, number):
+    assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{name: number}), DEFAULT_PAGE_SIZE))

@@ -42,9 +42,9 @@ def freekv(*flags) -> dict:
     return cli("--kv-retrieval", "freekv", *flags)
 
 
-def _file(path: Path, layers: int) -> str:
+def _file(path: Path, layers: int, last: float = 0.5) -> str:
     """A file of thresholds for ``layers`` layers, of which the first is dense."""
-    path.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [None] + [0.5] * (layers - 1)}))
+    path.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [None] + [0.5] * (layers - 2) + [last]}))
     return str(path)
 
 
@@ -88,7 +88,9 @@ WRONG = {
     ("--freekv-hysteresis", "nan"): "--freekv-hysteresis nan: expected 0 to 10 nats; use 1.4",
     ("--freekv-hysteresis", 14): "--freekv-hysteresis 14: expected 0 to 10 nats; use 1.4",
     ("--freekv-tau-by-layer", "/dev/null"): "--freekv-tau-by-layer /dev/null: expected a file of JSON, found none that can be read (",
-    ("--freekv-tau", "nan"): "--freekv-tau nan: expected a number",
+    ("--freekv-tau", "nan"): "--freekv-tau nan: expected a finite number",
+    ("--freekv-tau", "inf"): "--freekv-tau inf: expected a finite number",
+    ("--freekv-resident-memory", "inf"): "--freekv-resident-memory inf: expected GiB, 0 or more",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
     "expected pages of a multiple of 8 tokens, but --page-size is 4); use --page-size 8",
@@ -128,6 +130,7 @@ def facts(tmp_path_factory, taken):
         "engine, refused": engine(kv_retrieval="freekv", speculative_algorithm="EAGLE"),
         "engine, fraction": engine(kv_retrieval="freekv", freekv_budget=1024.5),
         "engine, unknown method": engine(kv_retrieval="snapkv"),
+        "engine, a page that is none": engine(kv_retrieval="freekv", page_size=32.5),
         "engine, unknown method's type": engine(kv_retrieval=["quest"]),
         "engine, another method": engine(kv_retrieval="arkvale", freekv_budget=1024, page_size=16),
         "engine, a threshold that is not used": engine(kv_retrieval="arkvale", freekv_tau=0.8),
@@ -138,6 +141,7 @@ def facts(tmp_path_factory, taken):
         "fields of a copy": engine(attention_backend="freekv"),
         "taus": freekv("--freekv-tau-by-layer", _file(taus / "right.json", 8)),
         "taus, wrong": freekv("--freekv-tau-by-layer", _file(taus / "wrong.json", 9)),
+        "taus, above": freekv("--freekv-tau-by-layer", _file(taus / "above.json", 8, 90)),
         "taus, engine": engine(kv_retrieval="freekv", freekv_tau_by_layer=str(taus / "right.json")),
         "preset": freekv("--freekv-preset", "accurate"),
         "preset, with pages": freekv("--freekv-preset", "accurate", "--page-size", 32, "--freekv-sink", 64),
@@ -218,6 +222,7 @@ def test_engine_raises_value_errors(outcomes):
     refused = outcomes["engine, refused"]
     assert refused["raised"][:2] == ["Refusal", "ValueError"] and refused["message"].startswith("--speculative-algorithm EAGLE: ")
     assert outcomes["engine, fraction"]["message"].startswith("--freekv-budget 1024.5: expected a whole number of tokens")
+    assert outcomes["engine, a page that is none"]["message"].endswith("; use for example --page-size 32")
     assert outcomes["engine, unknown method"]["message"].startswith(
         "--kv-retrieval snapkv: expected one of none, freekv, arkvale, louiskv, quest;"
     )
@@ -291,6 +296,9 @@ def test_a_threshold_that_no_cosine_reaches_is_told(outcomes):
     above, below = outcomes["tau 90"]["said"], outcomes["tau -1.5"]["said"]
     assert "--freekv-tau 90 is above every cosine: every kv head is corrected in every step" in above
     assert "--freekv-tau -1.5 is below every cosine: no kv head is corrected" in below and "--freekv-tau" not in outcomes["tau 1"]["said"]
+    by_layer = outcomes["taus, above"]["said"]
+    assert "above.json: layer 7, whose threshold 90 is above every cosine" in by_layer and "layer 6" not in by_layer
+    assert "--freekv-tau" not in outcomes["taus"]["said"]
 
 
 @pytest.mark.parametrize("option", OPTIONS[1:])
