@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -35,13 +36,43 @@ def texts_of(options: argparse.Namespace) -> list[Document]:
     """The user's texts, or the first of those that come with Python."""
     if options.text is None:
         return documents(options.documents)
-    return [Document(path.name, path.read_text(encoding="utf8")) for path in options.text]
+    return [Document(path.name, _text(path)) for path in options.text]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path}: expected UTF-8, found other bytes ({error.reason} at {error.start}); use a text") from None
 
 
 def config_of(options: argparse.Namespace) -> FreeKVConfig:
     """The server's settings, of which digests, pooling, hysteresis and sizes are taken."""
     asked = Options(kv_retrieval="freekv", freekv_preset=options.preset, freekv_budget=options.budget)
     return config_from(asked, options.page_size)
+
+
+def expect_sense(options: argparse.Namespace, config: FreeKVConfig) -> None:
+    """Raise ValueError for options by which nothing could be measured, or not be written, before any model is loaded."""
+    if not (0 < options.corrected < 1 and 0 < options.steps < options.length - config.budget_tokens):
+        raise ValueError(
+            f"--corrected {options.corrected:g}, --length {options.length}, --steps {options.steps}: expected a share between 0 and 1, and a "
+            f"length above the budget of {config.budget_tokens} and the steps; use for example --corrected 0.13 --length 8192 --steps 128"
+        )
+    if options.batch < 1:
+        raise ValueError(f"--batch {options.batch}: expected at least 1; use 4")
+    if options.out.is_dir() or not os.access(options.out if options.out.exists() else options.out.parent, os.W_OK):
+        raise ValueError(f"--out {options.out}: expected a file that can be written, found none; use one in a folder that is there")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: expected a GPU, found none; use --device cpu")
+
+
+def expect_model(model: OfflineModel, options: argparse.Namespace, config: FreeKVConfig) -> None:
+    """Raise ValueError for a model that has no such context, or no layer to measure."""
+    if options.length > (window := model.config.max_position_embeddings):
+        raise ValueError(f"--length {options.length}: expected at most {window}, the context of the model; use --length {window} or less")
+    if not set(range(model.layers)) - set(config.dense_layers):
+        raise ValueError(f"--model {options.model}: expected layers behind the dense one, found {model.layers} in all; use another model")
 
 
 def samples_of(model: OfflineModel, token_ids: torch.Tensor, config: FreeKVConfig, steps: int, batch: int) -> dict[int, torch.Tensor]:
@@ -54,7 +85,11 @@ def samples_of(model: OfflineModel, token_ids: torch.Tensor, config: FreeKVConfi
         for _ in model.follow(prefilled, methods, budget, part[:, -steps:]):
             pass
         say(f"{min(number * batch, len(token_ids))} of {len(token_ids)} texts")
-    return {layer: torch.cat(each) for layer, each in sorted(gains.samples.items())}
+    samples = {layer: torch.cat(each) for layer, each in sorted(gains.samples.items())}
+    for layer, found in samples.items():
+        if not found.isfinite().all():
+            raise ValueError(f"layer {layer}: expected finite cosines and gains, found others; use another --dtype")
+    return samples
 
 
 def table(samples: dict[int, torch.Tensor], taus: dict[int, float]) -> str:
@@ -72,19 +107,17 @@ def calibrate(options: argparse.Namespace) -> None:
         Refusal, ValueError, OSError: the options, the model or the texts do not fit together.
     """
     config = config_of(options)
-    if not (0 < options.corrected < 1 and 0 < options.steps < options.length - config.budget_tokens):
-        raise ValueError(
-            f"--corrected {options.corrected:g}, --length {options.length}, --steps {options.steps}: expected a share between 0 and 1, and a "
-            f"length above the budget of {config.budget_tokens} and the steps; use for example --corrected 0.13 --length 8192 --steps 128"
-        )
+    expect_sense(options, config)
     chosen = texts_of(options)
     model, tokenizer = OfflineModel(options.model, options.device, DTYPES[options.dtype]), AutoTokenizer.from_pretrained(options.model)
+    expect_model(model, options, config)
     token_ids = torch.tensor([each.token_ids(tokenizer, options.length) for each in chosen], device=options.device)
     samples = samples_of(model, token_ids, config, options.steps, options.batch)
     each = list(samples.values())
     taus = dict(zip(samples, thresholds.taus_of(each, options.corrected)))
     share, gain = thresholds.kept(each, list(taus.values()))
-    one = torch.cat(each)[:, 0].quantile(share).item()
+    cosines = torch.cat(each)[:, 0]
+    one = thresholds.tau_of(cosines, round(share * len(cosines)))
     same = thresholds.kept(each, [one] * len(each))
     print(table(samples, taus))
     print(f"{share:.3f} of the kv heads are corrected, which keeps {gain:.2f} of what correcting always gains.")
@@ -118,7 +151,7 @@ def main() -> int:
     try:
         calibrate(parser().parse_args())
     except (Refusal, ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+        raise SystemExit(f"error: {' '.join(str(error).split())}") from None
     return 0
 
 

@@ -36,6 +36,7 @@ from benchmarks.accuracy.thresholds import ALWAYS, NEVER
 from benchmarks.report import Report, arguments, chosen, say
 from sglang_freekv.layer_taus import LayerTaus
 
+BY_LAYER = "freekv-tau-by-layer"  # the method of --tau-by-layer
 LENGTHS, BUDGETS = (2048, 4096, 8192), (512, 1024, 2048)
 
 
@@ -124,14 +125,14 @@ def ensure_alike(report: Report, common: dict) -> None:
             )
 
 
-def by_layer(path: Path, model: OfflineModel) -> FreeKV:
+def by_layer(path: Path, model: OfflineModel, dense_layers: int) -> FreeKV:
     """FreeKV with thresholds by layer.
 
     Raises:
-        Refusal: the file is not one of this model's thresholds.
+        Refusal: the file is not one of this model's thresholds, or a layer behind the ``dense_layers`` first has none.
     """
     held = LayerTaus.read("", path)
-    held.expect_model(model.config.architectures[0], model.layers, ())
+    held.expect_model(model.config.architectures[0], model.layers, range(dense_layers, model.layers))
     return FreeKV(tau=tuple(NEVER if tau is None else min(ALWAYS, max(NEVER, tau)) for tau in held.taus))
 
 
@@ -149,9 +150,14 @@ def measure(methods: dict[str, Method | Callable[[], Method]], options: argparse
     if not 1 < options.steps < least:
         raise ValueError(f"--steps {options.steps}: expected 2 to {least - 1}, fewer than the shortest of --lengths")
     if options.tau_by_layer is not None:
-        methods = methods | {"freekv-tau-by-layer": by_layer(options.tau_by_layer, model)}
+        methods = methods | {BY_LAYER: by_layer(options.tau_by_layer, model, options.dense_layers)}
     asked = {name: methods[name] for name in sorted(methods, key=lambda name: name != DENSE)}
     asked = {name: method for name, method in asked.items() if any(fnmatch(name, pattern) for pattern in options.methods)}
+    if options.tau_by_layer is not None and BY_LAYER not in asked:
+        raise ValueError(
+            f"--methods {' '.join(options.methods)}: expected {BY_LAYER} among them beside --tau-by-layer, found it in none; add it, or leave "
+            "--tau-by-layer out"
+        )
     documents, report = texts.documents(options.documents), Report(options.name, options.out)
     common = {"model": digest, "dtype": options.dtype, "dense_layers": options.dense_layers, "steps": options.steps}
     common |= {"texts": texts.digest(documents), "documents": len(documents)}

@@ -18,6 +18,7 @@ from benchmarks.accuracy.forced import Distance, Texts
 from benchmarks.accuracy.intervals import bootstrap
 from benchmarks.accuracy.mass import Watched
 from benchmarks.accuracy.method import Budget
+from benchmarks.accuracy.methods import freekv
 from benchmarks.accuracy.methods.freekv import FreeKV
 from benchmarks.accuracy.methods.full import Full
 from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
@@ -258,9 +259,43 @@ def test_thresholds_by_layer_are_written_as_what_the_server_takes(monkeypatch, c
     "others, said",
     [
         (("--corrected", "1.5"), "error: --corrected 1.5, "), (("--length", "70"), "error: --corrected 0.13, --length 70, "),
-        (("--length", "4000"), "expected at least 4000 tokens, found 200"), (("--budget", "100"), "error: --page-size 8: expected one that suits the other sizes"),
+        (("--length", "250"), "expected at least 250 tokens, found 200"), (("--length", "4000"), "error: --length 4000: expected at most 256, the context"),
+        (("--batch", "0"), "error: --batch 0: expected at least 1"), (("--out", "/nowhere/tau.json"), "error: --out /nowhere/tau.json: expected a file that can be"),
+        (("--out", "/tmp"), "error: --out /tmp: expected a file that can be"), (("--text", sys.executable), "error: --text .*: expected UTF-8, found other bytes"),
+        (("--model", "/nowhere"), "error: [^\n]+$"), (("--corrected", "nan"), "error: --corrected nan, "), (("--budget", "100"), "error: --page-size 8: expected one that suits the other sizes"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(monkeypatch, checkpoint, tmp_path, others, said):
     with pytest.raises(SystemExit, match=said):
         calibrated(monkeypatch, checkpoint, tmp_path, *others)
+
+
+def test_thresholds_are_made_of_more_samples_than_a_quantile_takes(monkeypatch, checkpoint, tmp_path):
+    def refuse(*_):  # as it does 16,777,217 elements, behind hours of measuring
+        raise RuntimeError("quantile() input tensor is too large")
+
+    monkeypatch.setattr(torch.Tensor, "quantile", refuse, raising=False)
+    calibrated(monkeypatch, checkpoint, tmp_path)
+
+
+def test_cosines_that_are_no_numbers_are_refused(monkeypatch, checkpoint, tmp_path):
+    monkeypatch.setattr(freekv, "similarity", lambda query, previous: torch.full(query.shape[:2], math.nan))
+    with pytest.raises(SystemExit, match="error: layer 1: expected finite cosines and gains, found others; use another --dtype"):
+        calibrated(monkeypatch, checkpoint, tmp_path)
+
+
+def test_a_layer_without_a_threshold_is_not_taken_as_never_corrected(model, tmp_path):
+    path = tmp_path / "tau.json"
+    path.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [None, None, 0.5]}))
+    assert real.by_layer(path, model, dense_layers=2).tau == (-1.0, -1.0, 0.5)
+    with pytest.raises(ValueError, match="expected a threshold for layer 1, found null"):
+        real.by_layer(path, model, dense_layers=1)
+
+
+def test_thresholds_that_no_method_takes_are_refused(monkeypatch, checkpoint, tmp_path):
+    path = tmp_path / "tau.json"
+    path.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [None, 0.5, 0.5]}))
+    words = ["--model", checkpoint, "--out", tmp_path, "--lengths", 100, "--steps", 12, "--tau-by-layer", path, "--methods", "full"]
+    monkeypatch.setattr(sys, "argv", ["real", *map(str, words)])
+    with pytest.raises(SystemExit, match="^--methods full: expected freekv-tau-by-layer among them beside --tau-by-layer"):
+        real.main(METHODS)
