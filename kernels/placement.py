@@ -15,9 +15,9 @@ from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, ordered, 
 
 @triton.jit
 def choose(p_group, p_scratch, p_tables, p_held, sizes, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr):
-    """Note the chosen candidates, at most ``most`` or those that are held, and mark all required pages. Returns how many are chosen.
+    """Note the chosen candidates, at most ``most`` or those that are held, and mark every candidate: 1 if it is chosen, else 0.
 
-    ``sizes`` are the pages of the context, those of the longest one, most, and whether ``p_held [A]`` decides.
+    ``sizes`` are the pages of the context, those of the longest one, most, and whether ``p_held [A]`` decides. Returns how many are chosen.
     """
     num_pages, P, _, _ = sizes
     num_candidates, num_chosen = num_pages - SIZES.WINDOW - SIZES.SINK, 0

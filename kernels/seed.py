@@ -53,9 +53,9 @@ def _seed_slots(
     p_table = p_slot_pages + (row * SIZES.H + i_h) * SIZES.C
     p_list = p_attended + (row * SIZES.H + i_h) * SIZES.A
     has_slots = tl.load(p_row_frames + row * SIZES.C) >= 0
-    if num_pages <= SIZES.P_FEW:
+    if SIZES.P_FEW == SIZES.P_BLOCK or num_pages <= SIZES.P_FEW:  # equal sizes are compiled once
         _seed(p_group, p_frames, p_table, p_list, has_slots, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_FEW)
-    elif num_pages <= SIZES.P_MANY:
+    elif SIZES.P_MANY < SIZES.P_BLOCK and num_pages <= SIZES.P_MANY:
         _seed(p_group, p_frames, p_table, p_list, has_slots, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_MANY)
     else:
         _seed(p_group, p_frames, p_table, p_list, has_slots, num_pages, P, EXTRA, SIZES, POOLING, SIZES.P_BLOCK)

@@ -25,8 +25,8 @@ DEFAULTS = FreeKVConfig(**PRESETS[DEFAULT_PRESET].settings)
 
 ABOUT = (
     "Keep the KV cache of every request in host memory, and a budget of it on the device. Each decode step attends to the sink, the "
-    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULTS.page_size} unless given. A context that "
-    "fits the budget is attended to in full. In float32 on a CPU its tokens are then stock SGLang's. In bfloat16 on a GPU 99.4% of them "
+    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULTS.page_size} unless it or --freekv-preset is given. A context "
+    "that fits the budget is attended to in full. In float32 on a CPU its tokens are then stock SGLang's. In bfloat16 on a GPU 99.4% of them "
     "are, and stock SGLang's own repeat gives 99.8%."
 )
 
@@ -89,7 +89,7 @@ FLAGS = {
     "freekv_pooling": Flag(
         "pooling",
         one_of(*POOLINGS),
-        f"How a kv head ranks pages by the scores of its query heads. Default: {DEFAULTS.pooling} with freekv, softmax-mean with louiskv, "
+        f"How a kv head ranks pages by the scores of its query heads. Default: {DEFAULTS.pooling} with freekv and louiskv, "
         "max with quest, mean with arkvale. softmax-mean takes each query head's softmax over the pages, and the mean of these. mean and max take the "
         "scores as they are. max lets a single query head that looks for a single token have it.",
     ),
