@@ -104,10 +104,10 @@ class FreeKVConfig:
             raise Refusal(f"--kv-retrieval {self.method}: expected one of none, {', '.join(METHODS)}; use freekv")
         self._check_preset()
         self._take_defaults_of_method()
+        self._check_choices()  # before sizes: its remedy for a digest may be another page size
         self._check_whole_pages()
         self._check_parts_of_budget()
         self._check_dense_below()
-        self._check_choices()
         self._check_tau()
         self._check_hysteresis()
         self._check_recall_timing()

@@ -144,6 +144,11 @@ def test_the_page_size_that_is_advised_is_the_nearest_that_works(values):
             assert advised in works and abs(advised - size) == min(abs(other - size) for other in works)
 
 
+def test_a_remedy_that_changes_pages_comes_before_sizes_in_pages():
+    """Else a user makes all sizes whole pages twice."""
+    assert (refused(lambda: FreeKVConfig(page_size=12, budget_tokens=851, digest="two-bit")) or "").startswith("--freekv-digest two-bit: ")
+
+
 @pytest.mark.parametrize("method", [name for name, defaults in METHODS.items() if defaults.tau is None])
 @pytest.mark.parametrize("tau", [0.8, 2, float("nan")])
 def test_a_threshold_for_a_method_that_has_none_is_refused(method, tau):
