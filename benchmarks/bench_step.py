@@ -18,7 +18,7 @@ from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, FreeKVConfig
+from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, SELECTIONS, FreeKVConfig
 from sglang_freekv.decode_step import CORRECTING_PROGRAMS
 from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels import Candidates, Reads
@@ -46,7 +46,7 @@ class Step:
         config: its page size and digest.
         longest: context that page tables have room for.
         host: pinned host pool of every layer, shared by all steps.
-        variant: what to take away or to change; a key of ``VARIANTS``.
+        variant: what to take away or to change; a value of ``VARIANTS``. ``staggered`` rows do not all begin a page in the same step.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Step:
                 checksums.zero_()  # of zeros, which most of the host pool is
         rows = torch.arange(1, batch + 1, device=DEVICE)
         self.seq_lens = torch.full((batch,), context, device=DEVICE)
+        if variant.get("staggered"):
+            self.seq_lens += torch.arange(batch, device=DEVICE) % config.page_size
         table = torch.randint(1, host_pages, (batch, pages), dtype=torch.int32, device=DEVICE)
         frames = torch.full_like(table, -1)  # nothing is resident
         if variant.get("resident"):  # pages share the few frames that there are
@@ -170,11 +172,15 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")
     parser.add_argument("--host-tokens", type=int, default=HOST_TOKENS, help="of each layer's host pool, from which page tables draw")
     parser.add_argument("--digest", choices=DIGESTS, default=FreeKVConfig().digest)
+    parser.add_argument("--selection", choices=SELECTIONS, default=FreeKVConfig().selection)
+    parser.add_argument("--staggered", action="store_true", help="rows begin pages in different steps, as always with --selection on-turn")
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
-    model, config = Decoder(SHAPE, DTYPE, DEVICE), FreeKVConfig(page_size=options.page_size, digest=options.digest)
+    config = FreeKVConfig(page_size=options.page_size, digest=options.digest, selection=options.selection)
+    model, staggered = Decoder(SHAPE, DTYPE, DEVICE), options.staggered or config.selects_on_turn
     usual = (options.page_size, options.digest) == (DEFAULT_PAGE_SIZE, FreeKVConfig().digest)
     suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
+    suffix += f"-{config.selection}" if config.selects_on_turn else "-staggered" * staggered
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
     suffix += "" if options.load is None else f"-{options.load}"
     shares = Shares(options.corrected, options.missed) if options.load is None else LOADS[options.load].on(LAYERS)
@@ -197,7 +203,7 @@ def main() -> int:
                 controls = Controls(DEVICE)
                 candidates = context // config.page_size - config.pages.sink - config.pages.window
                 controls.set(Load(variant.get("corrected", shares.corrected), shares.missed, candidates, config.pages.selected))
-                step = Step(config, model, store, controls, batch, context, options.longest, variant)
+                step = Step(config, model, store, controls, batch, context, options.longest, variant | {"staggered": staggered})
                 seconds = summary(step.time())
                 counts = step.retrieval.row_counts(step.batch.rows).sum(0).tolist()
                 report.add(key, {"seconds": seconds, "hits_recalled_corrected": counts})

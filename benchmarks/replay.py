@@ -31,6 +31,7 @@ from sglang_freekv import retrieval
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Boxes, Digests, digests_of
 from sglang_freekv.kernels import CORRECTED, Misses
+from sglang_freekv.kernels.candidates import due
 from sglang_freekv.methods import METHODS
 from sglang_freekv.policy import POLICIES, Policy
 
@@ -113,7 +114,7 @@ class Replay(Policy):
 
     controls: Controls
 
-    def corrected(self, place, queries, rows, previous, counts, num_kv_heads) -> torch.Tensor:
+    def corrected(self, place, queries, rows, previous, counts, num_kv_heads, *, turn=None) -> torch.Tensor:
         controls, layer = self.controls, self.controls.layer_of(previous)
         thetas = controls.thetas_at(previous)
         steps = controls.steps[layer, : len(previous), :num_kv_heads]
@@ -121,10 +122,16 @@ class Replay(Policy):
         if queries.is_cuda:
             from benchmarks.replay_kernels import needs_correction
 
-            return needs_correction(queries, rows, previous, self.tau_of(place), counts, num_kv_heads, controls.knobs, thetas, steps, layer)
+            given = queries, rows, previous, self.tau_of(place), counts, num_kv_heads, controls.knobs, thetas, steps, layer
+            return needs_correction(*given, turn=turn)
+        before = previous.clone()
         corrected = super().corrected(place, queries, rows, previous, torch.zeros_like(counts), num_kv_heads)
         drawn = drawn_flags(rows, steps, thetas, layer)
         corrected = torch.where(controls.knobs[0] != 0, drawn, corrected) & (rows > 0)[:, None]
+        if turn is not None:
+            kept = ~(corrected | due(turn.seq_lens, turn.page_size, turn.tables.attended.shape[2], turn.budget)[:, None])
+            turn.selects.copy_((~kept | turn.tables.lost(rows, turn.frames)) & (rows > 0)[:, None])
+            previous[rows] = before[rows].where(kept.repeat_interleave(queries.shape[1] // num_kv_heads, 1)[..., None], previous[rows])
         counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))
         return corrected
 
@@ -142,11 +149,11 @@ class ReplayedDigests:
     def write(self, keys, starts, host_pages, digests) -> None:
         self.digests.write(keys, starts, host_pages, digests)
 
-    def score(self, queries, digests, batch, scale) -> torch.Tensor:
+    def score(self, queries, digests, batch, scale, selects=None) -> torch.Tensor:
         controls, heads = self.controls, digests.shape[1]
         layer = controls.layer_of(digests)
         if not queries.is_cuda:
-            logits = self.digests.score(queries, digests, batch, scale)
+            logits = self.digests.score(queries, digests, batch, scale, selects)
             scores = page_scores(batch.rows, batch.seq_lens, heads, logits.shape[2], controls.knobs[1], layer)
             return torch.where(controls.knobs[0] != 0, scores.repeat_interleave(logits.shape[1] // heads, 1), logits)
         from benchmarks import replay_kernels
@@ -154,9 +161,9 @@ class ReplayedDigests:
         budget, page_size = self.digests.budget, self.digests.page_size
         if isinstance(self.digests, Boxes):
             where = (batch.rows, batch.seq_lens, batch.page_table, budget, page_size)
-            return replay_kernels.score_pages(queries, digests, *where, scale, controls.knobs, layer)
-        logits = self.digests.score(queries, digests, batch, scale)
-        replay_kernels.overwrite_scores(logits, batch.rows, batch.seq_lens, budget, page_size, heads, controls.knobs, layer)
+            return replay_kernels.score_pages(queries, digests, *where, scale, controls.knobs, layer, selects)
+        logits = self.digests.score(queries, digests, batch, scale, selects)
+        replay_kernels.overwrite_scores(logits, batch.rows, batch.seq_lens, budget, page_size, heads, controls.knobs, layer, selects)
         return logits
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from benchmarks import replay_load
 from sglang_freekv.kernels import CORRECTED
+from sglang_freekv.kernels.correction import launch_of, note_turn
 from sglang_freekv.kernels.follow import can_follow, let_next_in
 from sglang_freekv.kernels.score import PROGRAMS
 
@@ -16,12 +17,13 @@ _SECOND, _THIRD = tl.constexpr(replay_load.WAVES[1]), tl.constexpr(replay_load.W
 _SLOWER = tl.constexpr(replay_load.SLOWER)
 
 
-def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, thetas, steps, layer) -> torch.Tensor:
+def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, thetas, steps, layer, *, turn=None) -> torch.Tensor:
     """The product's kernel read for read, but while the replay is on the flags are drawn; ``steps [R, H]`` counts the calls."""
     batch, num_heads, head_dim = queries.shape
     group = num_heads // num_kv_heads
     assert queries.stride(2) == 1 and previous.is_contiguous() and counts.is_contiguous() and steps.stride(1) == 1
     corrected = torch.empty(batch, num_kv_heads, dtype=torch.bool, device=queries.device)
+    given, sizes = launch_of(turn)
     block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     _needs_correction[(batch, num_kv_heads)](
         queries,
@@ -37,6 +39,7 @@ def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, 
         queries.stride(1),
         steps.stride(0),
         layer,
+        *given,
         THETA_SHIFT=32 - (thetas.shape[0].bit_length() - 1),
         H=num_kv_heads,
         G=group,
@@ -46,6 +49,7 @@ def needs_correction(queries, rows, previous, tau, counts, num_kv_heads, knobs, 
         BLOCK_G=block_g,
         BLOCK_D=block_d,
         num_warps=min(4, max(1, block_g * block_d // 1024)),
+        **sizes,
     )
     return corrected
 
@@ -65,6 +69,11 @@ def _needs_correction(
     stride_h,
     stride_steps,
     layer,
+    p_seq_lens,  # [B] or None
+    p_attended,  # [R, H, A] or None
+    p_frames,  # [B, P] or None
+    p_selects,  # [B, H] or None
+    P,
     THETA_SHIFT: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -73,11 +82,17 @@ def _needs_correction(
     COLUMN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    S: tl.constexpr,
+    A: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    BUDGET: tl.constexpr,
 ):
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(p_rows + i_b).to(tl.int64)
     if row == 0:
         tl.store(p_corrected + i_b * H + i_h, row != 0)
+        if p_selects is not None:
+            tl.store(p_selects + i_b * H + i_h, row != 0)
         return
     o_g, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     mask = (o_g < G)[:, None] & (o_d < D)[None, :]
@@ -85,8 +100,6 @@ def _needs_correction(
     b_new = tl.load(p_queries + i_b * stride_b + o_head[:, None] * stride_h + o_d[None, :], mask=mask, other=0.0)
     p_old = p_previous + row * (H * G * D) + o_head[:, None] * D + o_d[None, :]
     b_old = tl.load(p_old, mask=mask, other=0.0)
-    tl.debug_barrier()  # a thread may write what another reads
-    tl.store(p_old, b_new.to(p_previous.dtype.element_ty), mask=mask)
 
     x, y = b_new.to(tl.float32), b_old.to(tl.float32)
     x /= tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-8)[:, None]
@@ -100,11 +113,16 @@ def _needs_correction(
     theta = tl.load(p_thetas + (draw >> THETA_SHIFT).to(tl.int32))
     drawn = (_mix(draw + (i_h + 1).to(tl.uint32) * _GOLDEN) >> 8).to(tl.float32) < theta * 16777216.0
     corrected = tl.where(tl.load(p_knobs) != 0, drawn, similarity < tau)
+    if p_selects is not None:
+        p_list = p_attended + (row * H + i_h) * A
+        mask = mask & note_turn(p_selects + i_b * H + i_h, p_seq_lens + i_b, p_list, p_frames + i_b * P, corrected, S, A, A_BLOCK, BUDGET)
+    tl.debug_barrier()  # a thread may write what another reads
+    tl.store(p_old, b_new.to(p_previous.dtype.element_ty), mask=mask)
     tl.store(p_corrected + i_b * H + i_h, corrected)
     tl.atomic_add(p_counts + row * COUNTS + COLUMN, corrected.to(tl.int64), mask=corrected, sem="relaxed")
 
 
-def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, scale, knobs, layer) -> torch.Tensor:
+def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size, scale, knobs, layer, selects=None) -> torch.Tensor:
     """The product's kernel read for read, but while the replay is on all query heads of a kv head get the page's score."""
     (batch, num_heads, head_dim), num_kv_heads, num_pages = queries.shape, digests.shape[1], page_table.shape[1]
     assert queries.stride(2) == 1 and digests.is_contiguous() and page_table.is_contiguous()
@@ -120,6 +138,7 @@ def score_pages(queries, digests, rows, seq_lens, page_table, budget, page_size,
         page_table,
         knobs,
         logits,
+        selects,
         queries.stride(0),
         queries.stride(1),
         num_pages,
@@ -150,6 +169,7 @@ def _score_pages(
     p_page_table,  # [B, P]
     p_knobs,  # [2]: on, speed
     p_logits,  # [B, Hq, P]
+    p_selects,  # [B, H] or None
     stride_b,
     stride_h,
     P,
@@ -171,6 +191,8 @@ def _score_pages(
     step = tl.load(p_seq_lens + i_b).to(tl.int32)
     row = tl.load(p_rows + i_b).to(tl.int64)
     end = tl.where(row != 0, tl.minimum((step + S) // S - window, P), 0)
+    if p_selects is not None:
+        end = tl.where(tl.load(p_selects + i_b * H + i_h).to(tl.int32) != 0, end, 0)
     first = sink + i_n * BLOCK_P
     if first >= end:
         return
@@ -201,22 +223,36 @@ def _score_pages(
         tl.store(p_out + o_p[None, :], tl.where(replayed, b_score[None, :], b_bound), mask=m_g[:, None] & m_p[None, :])
 
 
-def overwrite_scores(logits, rows, seq_lens, budget, page_size, num_kv_heads, knobs, layer) -> None:
-    """The page's score for all query heads of a kv head, for candidates and while the replay is on; other ``logits [B, Hq, P]`` stay."""
+def overwrite_scores(logits, rows, seq_lens, budget, page_size, num_kv_heads, knobs, layer, selects=None) -> None:
+    """The page's score for all query heads of a kv head, for candidates of ``selects [B, H]`` and while the replay is on; others stay."""
     batch, num_heads, num_pages = logits.shape
     grid = (triton.cdiv(num_pages, 256), num_kv_heads, batch)
-    where = (rows, seq_lens, knobs, logits, num_pages, budget.sink, budget.window, layer)
+    where = (rows, seq_lens, knobs, logits, selects, num_pages, budget.sink, budget.window, layer)
     _overwrite_scores[grid](*where, H=num_kv_heads, G=num_heads // num_kv_heads, S=page_size, BLOCK_P=256)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _overwrite_scores(
-    p_rows, p_seq_lens, p_knobs, p_logits, P, sink, window, layer, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr, BLOCK_P: tl.constexpr
+    p_rows,
+    p_seq_lens,
+    p_knobs,
+    p_logits,
+    p_selects,
+    P,
+    sink,
+    window,
+    layer,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     i_n, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     step = tl.load(p_seq_lens + i_b).to(tl.int32)
     row = tl.load(p_rows + i_b).to(tl.int64)
     end = tl.where(row != 0, tl.minimum((step + S) // S - window, P), 0)
+    if p_selects is not None:
+        end = tl.where(tl.load(p_selects + i_b * H + i_h).to(tl.int32) != 0, end, 0)
     if (tl.load(p_knobs) == 0) | (sink + i_n * BLOCK_P >= end):
         return
     o_p = sink + i_n * BLOCK_P + tl.arange(0, BLOCK_P)

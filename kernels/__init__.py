@@ -7,7 +7,7 @@ if __name__ == "kernels":  # the checkout root is on sys.path, and the caller wa
     hand_over()
 else:
     from sglang_freekv.kernels import reference
-    from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables
+    from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables, Turn
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.frame_tables import FrameTables
     from sglang_freekv.kernels.misses import Misses
@@ -63,6 +63,7 @@ else:
         "Reads",
         "StagedLayers",
         "Tables",
+        "Turn",
         "Units",
         "allocate_shares",
         "append_tokens",

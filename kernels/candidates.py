@@ -26,6 +26,7 @@ class Candidates(NamedTuple):
         page_size: S.
         pooling: how the logits of a group become the weight by which its kv head selects, as in ``reference.select_pages``.
         hysteresis: nats by which the pages of a kv head's last selection weigh more, 0 or above. Seeding has no last selection.
+        on_turn: a kv head that is not corrected plans ahead only in a row that is ``due``. Elsewhere it keeps what it attends to.
     """
 
     logits: torch.Tensor
@@ -37,6 +38,7 @@ class Candidates(NamedTuple):
     page_size: int
     pooling: Pooling = "softmax-mean"
     hysteresis: float = 0.0
+    on_turn: bool = False
 
     @property
     def is_cuda(self) -> bool:
@@ -76,6 +78,36 @@ class Tables(NamedTuple):
         slots = self.row_frames[rows][:, None].expand(-1, listed.shape[1], -1).gather(2, listed.clamp(min=0).long())
         resident = frames[:, None].expand(-1, listed.shape[1], -1).gather(2, pages.clamp(min=0).long())
         return slots.where(listed >= 0, resident).where(pages >= 0, -1).to(torch.int32)
+
+    def lost(self, rows: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+        """``[B, H]`` bool: a page that a kv head of ``rows [B]`` attends to has become absent; ``frames`` as in ``Candidates``."""
+        return ((self.pages(rows) >= 0) & (self.frames(rows, frames) < 0)).any(-1)
+
+
+def due(seq_lens: torch.Tensor, page_size: int, num_attended: int, budget: PageBudget) -> torch.Tensor:
+    """``[B]`` bool: all kv heads of a row select, because its next token begins a page, or because memory decides what it attends to.
+
+    It decides so between the budget and A pages, ``num_attended``: there all kv heads attend in full, or none does.
+    """
+    by_memory = seq_lens <= num_attended * page_size if num_attended > budget.total else torch.zeros_like(seq_lens, dtype=torch.bool)
+    return (seq_lens % page_size == 0) | by_memory
+
+
+class Turn(NamedTuple):
+    """What tells which kv heads select in a step, if they select on turn only.
+
+    Args:
+        seq_lens, frames, budget, page_size: as in ``Candidates``.
+        tables: of the layer, as the last step left them.
+        selects: ``[B, H]`` bool, written by ``needs_correction``: the kv heads that need scores.
+    """
+
+    seq_lens: torch.Tensor
+    frames: torch.Tensor
+    budget: PageBudget
+    page_size: int
+    tables: Tables
+    selects: torch.Tensor
 
 
 class Heads(NamedTuple):

@@ -14,7 +14,7 @@ from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.placement import choose, diff, evict, keep, list_misses, mark_fixed, publish
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.select import launch_of, most_to_choose, sizes_of
+from sglang_freekv.kernels.select import due, launch_of, most_to_choose, sizes_of
 
 HITS, RECALLED = tl.constexpr(reference.HITS), tl.constexpr(reference.RECALLED)
 MOST_AT_ONCE = 512  # required pages that are looked up together; their counts have ten bits each
@@ -89,6 +89,7 @@ def _launch(
         SIZES=sizes,
         POOLING=candidates.pooling,
         HYSTERESIS=float(candidates.hysteresis),
+        ON_TURN=candidates.on_turn,
         **launch_of(sizes),
         **following(device, closely=reads is not None),
     )
@@ -128,6 +129,7 @@ def _plan_pages(
     SIZES: tl.constexpr,
     POOLING: tl.constexpr,
     HYSTERESIS: tl.constexpr,
+    ON_TURN: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
     await_previous(FOLLOWS)
@@ -138,22 +140,21 @@ def _plan_pages(
     corrected, seq_len = tl.load(p_corrected + i_unit).to(tl.int32), tl.load(p_seq_lens + i_b).to(tl.int32)
     p_tables = p_slot_pages + i_head * SIZES.C, p_attended + i_head * SIZES.A, p_row_frames + row * SIZES.C
     p_row = p_page_table + i_b * P, p_frames + i_b * P, p_counts + row * 3
-    p_reads, lost = None, 0
+    keeps = ON_TURN & ~due(seq_len, SIZES.S, SIZES.A, SIZES.BUDGET)  # nobody plans ahead
     if REST:
-        lost = tl.load(p_lost + i_unit).to(tl.int32)
-        if (row <= 0) | ((corrected == 0) & (lost == 0) & AHEAD_FIRST) | ((corrected != 0) & (seq_len % SIZES.S != 0)):
+        p_reads, lost = None, tl.load(p_lost + i_unit).to(tl.int32)
+        if (row <= 0) | keeps | ((corrected == 0) & (lost == 0) & AHEAD_FIRST) | ((corrected != 0) & (seq_len % SIZES.S != 0)):
             return
     else:
-        p_reads = p_read_frames + i_unit * SIZES.A, p_read_pages + i_unit * SIZES.A, p_present + i_unit
+        p_reads, lost = (p_read_frames + i_unit * SIZES.A, p_read_pages + i_unit * SIZES.A, p_present + i_unit), 0
         if (row <= 0) | (corrected == 0):
             lost = _read_held(p_tables, p_reads, p_row, row, SIZES)
         tl.store(p_lost + i_unit, lost)
-        if (row <= 0) | ((not AHEAD_FIRST) & (corrected == 0) & (lost == 0)):
+        if (row <= 0) | ((keeps | (not AHEAD_FIRST)) & (corrected == 0) & (lost == 0)):
             return
     p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * 2 * (P + SIZES.A)
-    now = p_now_length, p_now_pages, p_now_heads, p_now_frames, M_NOW
+    now, select = (p_now_length, p_now_pages, p_now_heads, p_now_frames, M_NOW), (corrected, lost, seq_len, P)
     ahead = p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_frames, M_AHEAD
-    select = corrected, lost, seq_len, P
     _plan_head(p_group, p_scratch, p_tables, p_reads, p_row, now, ahead, i_h, select, REST, A_PART, SIZES, POOLING, HYSTERESIS)
 
 

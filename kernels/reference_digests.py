@@ -70,6 +70,7 @@ def score_pages(
     page_size: int,
     *,
     scale: float,
+    selects: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Score every candidate page for the next step, per query head, by the largest logit of a point in its box (paper section 3.2).
 
@@ -83,6 +84,7 @@ def score_pages(
         budget: its sink and window delimit the candidates.
         page_size: S.
         scale: factor of the layer's attention logits.
+        selects: ``[B, H]`` bool kv heads whose pages are scored. None means all.
 
     Returns:
         ``[B, Hq, P]`` float32 scores, higher is better, of the candidates of ``seq_lens + 1`` tokens, which include those of ``seq_lens``.
@@ -91,7 +93,7 @@ def score_pages(
     q = queries.float().unflatten(1, (digests.shape[1], -1))
     maxima, minima = digests[page_table.clamp(min=0).long()].float().unbind(3)
     bound = torch.einsum("bhgd,bphd->bhgp", q.relu(), maxima) - torch.einsum("bhgd,bphd->bhgp", (-q).relu(), minima)
-    return (bound * scale).flatten(1, 2)
+    return _without_others((bound * scale).flatten(1, 2), selects)
 
 
 def score_two_bit(
@@ -104,6 +106,7 @@ def score_two_bit(
     page_size: int,
     *,
     scale: float,
+    selects: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`score_pages`, from the ``digests [n_page, H, E]`` of :func:`digest_two_bit`.
 
@@ -118,7 +121,14 @@ def score_two_bit(
         codes = (words >> _code_bits(words.device)) & 3
         keys = lower + codes.flatten(4).flatten(2, 3) * ((upper - lower) / 3)  # [P, H, S, D]
         into[:] = (torch.einsum("hgd,phsd->hgps", q, keys) * scale).logsumexp(-1).flatten(0, 1)
-    return logits
+    return _without_others(logits, selects)
+
+
+def _without_others(logits: torch.Tensor, selects: torch.Tensor | None) -> torch.Tensor:
+    """``logits [B, Hq, P]`` with NaN for kv heads that are not scored: no plan may need them."""
+    if selects is None:
+        return logits
+    return logits.where(selects.repeat_interleave(logits.shape[1] // selects.shape[1], 1)[..., None], torch.nan)
 
 
 def _code_bits(device: torch.device) -> torch.Tensor:

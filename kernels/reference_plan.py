@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables
+from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables, Turn, due
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 
@@ -18,24 +18,41 @@ FAINT = -3.0e38  # stands for the logarithm of 0, and is finite
 
 
 def needs_correction(
-    queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, tau: float, counts: torch.Tensor, num_kv_heads: int
+    queries: torch.Tensor,
+    rows: torch.Tensor,
+    previous: torch.Tensor,
+    tau: float,
+    counts: torch.Tensor,
+    num_kv_heads: int,
+    *,
+    turn: Turn | None = None,
 ) -> torch.Tensor:
     """Tell which kv heads are corrected: those whose query is too unlike that of the last step (paper section 3.3).
+
+    With ``turn`` the query is compared with that of the kv head's last selection. A kv head selects if it is corrected, or if its row is
+    ``due``. A lost one needs scores, too, because they rank the pages that leave their slots.
 
     Args:
         queries: ``[B, Hq, D]`` post-RoPE queries of this step.
         rows: ``[B]`` row of each request.
-        previous: ``[R, Hq, D]`` queries of the last step. ``queries`` replace those of ``rows``.
+        previous: ``[R, Hq, D]`` queries of the last step, or with ``turn`` of the last selection. ``queries`` replace those of ``rows``, with
+            ``turn`` those of the kv heads that select.
         tau: a kv head is corrected if the cosine similarity, averaged over its group, is below ``tau``.
         counts: ``[R, 3]`` int64 counts of each row, added to: CORRECTED.
         num_kv_heads: H.
+        turn: given if kv heads select on turn only; its ``selects`` is written, False for a padding request.
 
     Returns:
         ``[B, H]`` bool, False for a padding request.
     """
     similarity = F.cosine_similarity(queries.float(), previous[rows].float(), dim=-1)
-    corrected = (similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau) & (rows > 0)[:, None]
-    previous[rows] = queries.where((rows > 0)[:, None, None], previous[rows])
+    real = (rows > 0)[:, None].expand(-1, num_kv_heads)
+    corrected = (similarity.unflatten(1, (num_kv_heads, -1)).mean(-1) < tau) & real
+    replaced = real
+    if turn is not None:
+        replaced = corrected | (real & due(turn.seq_lens, turn.page_size, turn.tables.attended.shape[2], turn.budget)[:, None])
+        turn.selects.copy_(replaced | turn.tables.lost(rows, turn.frames))
+    previous[rows] = queries.where(replaced.repeat_interleave(queries.shape[1] // num_kv_heads, 1)[..., None], previous[rows])
     counts[:, CORRECTED].index_add_(0, rows.long(), corrected.sum(1))
     return corrected
 
@@ -157,11 +174,11 @@ def plan_pages(
         counts: ``[R, 3]`` int64, added to: RECALLED, and HITS, the chosen pages that were on the device. HITS counts the first selection
             of a kv head in a step.
         ahead_first: kv heads that are neither corrected nor lost plan ahead here, before attention, instead of in :func:`plan_rest`. Their
-            tables are then those of the next step.
+            tables are then those of the next step. With ``candidates.on_turn`` they do so only in rows that are ``due``.
     """
     rows, real = candidates.rows, (candidates.rows > 0)[:, None]
     held = tables.pages(rows)
-    heads.lost.copy_(((held >= 0) & (tables.frames(rows, candidates.frames) < 0)).any(-1) & real & ~heads.corrected)
+    heads.lost.copy_(tables.lost(rows, candidates.frames) & real & ~heads.corrected)
     assert reads.present is not None
     reads.frames.fill_(-1)
     reads.present.fill_(tables.attended.shape[2])
@@ -175,6 +192,8 @@ def plan_pages(
     reads.present[corrected] = _select_for(corrected, 0, candidates, heads.corrected, tables, misses_now, counts)
     reads.present[heads.lost] = _select_for(heads.lost, 0, candidates, heads.corrected, tables, misses_now, counts, held=held)
     write_down(corrected | heads.lost)
+    if candidates.on_turn:
+        kept = kept & _due(candidates, tables)
     if ahead_first:
         _select_for(kept, 1, candidates, heads.corrected, tables, misses_ahead, counts)
 
@@ -185,11 +204,19 @@ def plan_rest(
     """Behind attention, plan ahead where :func:`plan_pages` did not.
 
     A corrected kv head selects again if the next token begins a page; otherwise its candidates are the same. A lost one selects here, and
-    one that is neither unless ``ahead_first``. Arguments as in :func:`plan_pages`.
+    one that is neither unless ``ahead_first``. With ``candidates.on_turn`` only rows that are ``due`` plan ahead. Arguments as in
+    :func:`plan_pages`.
     """
     begins = (candidates.seq_lens % candidates.page_size == 0)[:, None]
     wanted = heads.lost | (heads.corrected & begins if ahead_first else ~heads.corrected | begins)
+    if candidates.on_turn:
+        wanted = wanted & _due(candidates, tables)
     _select_for((candidates.rows > 0)[:, None] & wanted, 1, candidates, heads.corrected, tables, misses_ahead, counts)
+
+
+def _due(candidates: Candidates, tables: Tables) -> torch.Tensor:
+    """``[B, 1]`` bool: whose kv heads plan ahead, if they select on turn."""
+    return due(candidates.seq_lens, candidates.page_size, tables.attended.shape[2], candidates.budget)[:, None]
 
 
 def _select(

@@ -25,8 +25,9 @@ def score_pages(
     page_size: int,
     *,
     scale: float,
+    selects: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`reference.score_pages`. Only candidates are written, and none for a padding request.
+    """As :func:`reference.score_pages`. Only candidates are written, and none for a padding request or a kv head that does not select.
 
     One program for each (share of the tiles of pages, kv head, request). ``queries`` may be a view of wider rows.
     """
@@ -44,6 +45,7 @@ def score_pages(
         seq_lens,
         page_table,
         logits,
+        selects,
         queries.stride(0),
         queries.stride(1),
         num_pages,
@@ -72,6 +74,7 @@ def _score_pages(
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
     p_logits,  # [B, Hq, P]
+    p_selects,  # [B, H] or None
     stride_b,
     stride_h,
     P,
@@ -92,6 +95,8 @@ def _score_pages(
     tokens = tl.load(p_seq_lens + i_b).to(tl.int32) + 1
     row = tl.load(p_rows + i_b)
     end = tl.where(row != 0, tl.minimum((tokens + S - 1) // S - window, P), 0)
+    if p_selects is not None:
+        end = tl.where(tl.load(p_selects + i_b * H + i_h).to(tl.int32) != 0, end, 0)
     first = sink + i_n * BLOCK_P
     if first >= end:
         return

@@ -85,6 +85,15 @@ def most_to_choose(p_frames, num_pages, P, SIZES: tl.constexpr):
 
 
 @triton.jit
+def due(seq_len, S: tl.constexpr, A: tl.constexpr, BUDGET: tl.constexpr):
+    """As candidates.due, for one row."""
+    is_due = seq_len % S == 0
+    if A > BUDGET:
+        is_due = is_due | (seq_len <= A * S)
+    return is_due
+
+
+@triton.jit
 def weigh(p_logits, first, num_pages, P, SIZES: tl.constexpr, POOLING: tl.constexpr, P_BLOCK: tl.constexpr):
     """Weights of the pages from ``first`` on, from ``p_logits [G, P]``, and how many of all pages are candidates.
 

@@ -51,10 +51,12 @@ def score_two_bit(
     page_size: int,
     *,
     scale: float,
+    selects: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`reference.score_two_bit`, with keys in the digests' dtype. Only candidates are written, and none for a padding request.
+    """As :func:`reference.score_two_bit`, with keys in the digests' dtype. Only candidates are written.
 
-    One program for each (share of the tiles of pages, kv head, request). ``queries`` may be a view of wider rows.
+    Nothing is written for a padding request or a kv head that does not select. One program for each (share of the tiles of pages, kv head,
+    request). ``queries`` may be a view of wider rows.
     """
     (batch, num_heads, head_dim), num_kv_heads, num_pages = queries.shape, digests.shape[1], page_table.shape[1]
     group, words = num_heads // num_kv_heads, digests.view(torch.int32)
@@ -70,6 +72,7 @@ def score_two_bit(
         seq_lens,
         page_table,
         logits,
+        selects,
         queries.stride(0),
         queries.stride(1),
         num_pages,
@@ -155,6 +158,7 @@ def _score_two_bit(
     p_seq_lens,  # [B]
     p_page_table,  # [B, P]
     p_logits,  # [B, Hq, P]
+    p_selects,  # [B, H] or None
     stride_b,
     stride_h,
     P,
@@ -177,6 +181,8 @@ def _score_two_bit(
     tokens = tl.load(p_seq_lens + i_b).to(tl.int32) + 1
     row = tl.load(p_rows + i_b)
     end = tl.where(row != 0, tl.minimum((tokens + S - 1) // S - window, P), 0)
+    if p_selects is not None:
+        end = tl.where(tl.load(p_selects + i_b * H + i_h).to(tl.int32) != 0, end, 0)
     first = sink + i_n * BLOCK_P
     if first >= end:
         return

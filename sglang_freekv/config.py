@@ -19,6 +19,7 @@ DIGESTS = ("cuboid-mean", "min-max", "two-bit")
 WORD_TOKENS = 8  # tokens whose codes share a word of a two-bit digest
 MOST_SLOTS = (1 << 15) - 1  # slots of a row: two counts of slots share a word in the plan
 POOLINGS = ("softmax-mean", "mean", "max")
+SELECTIONS = ("every-step", "on-turn")
 MOST_NATS = 10.0  # of hysteresis; e^10 is 22,026 times the weight
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
@@ -59,6 +60,8 @@ class FreeKVConfig:
         pooling: one of ``POOLINGS``: how the scores of a group become the weight by which its kv head selects. None becomes the method's
             default.
         hysteresis: nats by which the pages of a kv head's last selection weigh more in the next one, 0 to ``MOST_NATS``.
+        selection: one of ``SELECTIONS``: a kv head selects for every step, or keeps its pages until its query is unlike that of its last
+            selection, or the next token begins a page.
         device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget. A page beyond the
             budget needs no recall if it is selected again. None becomes the budget.
         dense_below_tokens: a context of at most so many tokens is attended to in full, if its absent pages fit the device cache.
@@ -86,6 +89,7 @@ class FreeKVConfig:
     digest: str | None = None
     pooling: str | None = None
     hysteresis: float = 0.0
+    selection: str = "every-step"
     device_cache_tokens: int | None = None
     dense_below_tokens: int = 0
     dense_layers: tuple[int, ...] = (0,)
@@ -203,10 +207,16 @@ class FreeKVConfig:
             )
 
     def _check_choices(self) -> None:
-        choices = {"digest": DIGESTS, "pooling": POOLINGS, "recall": RECALLS, "host-layout": HOST_LAYOUTS, "canary": tuple(CANARIES)}
+        choices = {"digest": DIGESTS, "pooling": POOLINGS, "selection": SELECTIONS, "recall": RECALLS, "host-layout": HOST_LAYOUTS}
+        choices["canary"] = tuple(CANARIES)
         for name, allowed in choices.items():
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
+        if self.selects_on_turn and self.method != "freekv":
+            raise Refusal(
+                f"--freekv-selection on-turn: expected every-step with --kv-retrieval {self.method}, which has its own rule of when to select; "
+                "leave it out, or use --kv-retrieval freekv"
+            )
         if self.digest == "two-bit" and self.page_size % WORD_TOKENS:
             raise Refusal(
                 f"--freekv-digest two-bit: expected pages of a multiple of {WORD_TOKENS} tokens, but --page-size is {self.page_size}; "
@@ -233,6 +243,10 @@ class FreeKVConfig:
                 f"--freekv-recall-timing {self.recall_timing}: expected 0 with --freekv-recall copy-engine, which waits on the host; "
                 "leave it out"
             )
+
+    @property
+    def selects_on_turn(self) -> bool:
+        return self.selection == "on-turn"
 
     @property
     def pages(self) -> PageBudget:

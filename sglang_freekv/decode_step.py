@@ -48,6 +48,7 @@ class DecodeStep:
         scale: factor of the layer's attention logits.
     """
 
+    selects: torch.Tensor | None = None  # [B, H] kv heads that need scores; None if all do
     candidates: Candidates  # what the plans select among
     heads: Heads  # which are corrected, and which have lost a page
     reads: Reads  # what this step attends to
@@ -63,8 +64,8 @@ class DecodeStep:
         self.ahead_first = plans_ahead_first(len(batch.rows))
 
     def score(self) -> None:
-        """Score all candidates with this step's queries."""
-        logits = self.engine.policy.digests.score(self.queries, self.digests, self.batch, self.scale)
+        """Score all candidates with this step's queries, or those of the kv heads that select on turn."""
+        logits = self.engine.policy.digests.score(self.queries, self.digests, self.batch, self.scale, self.selects)
         self.candidates = self.engine.candidates(logits, self.batch)
 
     def append(self) -> None:
@@ -76,10 +77,12 @@ class DecodeStep:
         self.engine.offload(self.layer, *cache.token_rows, starts, filled)
 
     def compare(self) -> None:
-        """Find the kv heads whose queries are unlike their last ones."""
-        engine, cache = self.engine, self.cache
+        """Find the kv heads whose queries are unlike their last ones, or unlike those that they last selected with."""
+        engine, cache, turn = self.engine, self.cache, self.engine.turn(self.layer, self.batch)
         heads, attended, budget = engine.cache.num_kv_heads, engine.cache.num_attended, engine.config.pages.total
-        corrected = engine.policy.corrected(self.layer, self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads)
+        given = self.layer, self.queries, self.batch.rows, cache.previous_queries, engine.counts, heads
+        corrected = engine.policy.corrected(*given, turn=turn)
+        self.selects = turn and turn.selects
         self.heads = Heads(corrected, torch.empty_like(corrected))
         self.reads = Reads.allocate(len(corrected), heads, attended, corrected.device, budget)
         self.shares = kernels.allocate_shares(self.queries, cache.keys, self.reads)

@@ -27,10 +27,13 @@ class Digests(Protocol):
     def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
         """Write the digests of full pages, in place."""
 
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
+    def score(
+        self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float, selects: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``[B, Hq, P]`` float32 scores of the candidates for the next step; higher is better.
 
         ``scale`` is the factor of the layer's attention logits. It makes a softmax over pages as sharp as the layer's over tokens.
+        ``selects [B, H]`` are the kv heads whose pages are scored; None means all.
         """
 
 
@@ -54,9 +57,11 @@ class Boxes:
     def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
         kernels.digest_pages(keys, starts, host_pages, digests, self.page_size, self.box)
 
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
+    def score(
+        self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float, selects: torch.Tensor | None = None
+    ) -> torch.Tensor:
         where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
-        return kernels.score_pages(queries, digests, *where, scale=scale)
+        return kernels.score_pages(queries, digests, *where, scale=scale, selects=selects)
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,11 @@ class TwoBit:
     def write(self, keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor, digests: torch.Tensor) -> None:
         kernels.digest_two_bit(keys, starts, host_pages, digests, self.page_size)
 
-    def score(self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float) -> torch.Tensor:
+    def score(
+        self, queries: torch.Tensor, digests: torch.Tensor, batch: DecodeBatch, scale: float, selects: torch.Tensor | None = None
+    ) -> torch.Tensor:
         where = batch.rows, batch.seq_lens, batch.page_table, self.budget, self.page_size
-        return kernels.score_two_bit(queries, digests, *where, scale=scale)
+        return kernels.score_two_bit(queries, digests, *where, scale=scale, selects=selects)
 
 
 def digests_of(config: FreeKVConfig) -> Digests:

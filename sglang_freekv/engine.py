@@ -10,7 +10,7 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.kernels import Candidates, Misses
+from sglang_freekv.kernels import Candidates, Misses, Turn
 from sglang_freekv.memory_pool.recall_clock import RecallClock
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, Streams
@@ -84,7 +84,15 @@ class Engine:
         """What a plan selects among by the scores ``logits [B, Hq, P]``."""
         config = self.config
         where = batch.rows, batch.seq_lens, batch.page_table, batch.frames
-        return Candidates(logits, *where, config.pages, config.page_size, self.policy.pooling, config.hysteresis)
+        how = self.policy.pooling, config.hysteresis, config.selects_on_turn
+        return Candidates(logits, *where, config.pages, config.page_size, *how)
+
+    def turn(self, layer: int, batch: DecodeBatch) -> Turn | None:
+        """What tells which kv heads of ``layer`` select, if they do so on turn only."""
+        if not self.config.selects_on_turn:
+            return None
+        selects = torch.empty(len(batch.rows), self.cache.num_kv_heads, dtype=torch.bool, device=batch.rows.device)
+        return Turn(batch.seq_lens, batch.frames, self.config.pages, self.config.page_size, self.cache.layers[layer].tables, selects)
 
     def standing(self, layer: int, batch: DecodeBatch, logits: torch.Tensor) -> torch.Tensor:
         """``[B, Hq, P]`` float32 scores by which kv heads keep the pages that they attend to by the tables: 1 for these, else 0.

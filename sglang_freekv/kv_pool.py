@@ -155,6 +155,7 @@ class FreeKVPool(MHATokenToKVPool):
             "digest": self.config.digest,
             "pooling": self.config.pooling,
             "hysteresis": self.config.hysteresis,
+            "selection": self.config.selection,
             "page_size": self.page_size,
             "dense_layers": self.shape.layers.numbers(LayerKind.DENSE),
             "retrieval_layers": len(self.retrieval_index),
@@ -187,6 +188,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
             + (f"; hysteresis {config.hysteresis:g}" if config.hysteresis else "")
+            + ("; selection on turn" if config.selects_on_turn else "")
             + (f"; canary {config.canary}" if config.canary != "off" else "")
             + (f"; preset {config.preset} has set {config.told_preset}" if config.preset is not None else "")
         )

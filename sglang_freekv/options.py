@@ -13,6 +13,7 @@ from sglang_freekv.config import (
     HOST_LAYOUTS,
     POOLINGS,
     RECALLS,
+    SELECTIONS,
     FreeKVConfig,
     Refusal,
 )
@@ -99,6 +100,14 @@ FLAGS = {
         f"How many nats the pages of a kv head's last selection weigh more in the next one. Default: {DEFAULTS.hysteresis:g}. A page that is "
         "not much better then replaces none of them, so fewer pages are recalled. 1.4 makes a page of the last selection weigh four "
         "times as much. What it does to answers has not been measured on tasks.",
+    ),
+    "freekv_selection": Flag(
+        "selection",
+        one_of(*SELECTIONS),
+        f"When a kv head selects. Default: {DEFAULTS.selection}, as in the FreeKV paper. on-turn keeps what it selected until its query is "
+        "less like that of its last selection than --freekv-tau, or the next token begins a page. Only then are its pages scored, which "
+        "saves most where scores take long, as with two-bit digests and --page-size 8. What it does to answers has not been measured on "
+        "tasks. The other methods than freekv have their own rules, and refuse on-turn.",
     ),
     "freekv_device_cache": Flag(
         "device_cache_tokens",

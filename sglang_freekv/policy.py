@@ -16,7 +16,7 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.digests import Digests, digests_of
-from sglang_freekv.kernels import CORRECTED, Pooling
+from sglang_freekv.kernels import CORRECTED, Pooling, Turn
 from sglang_freekv.methods import METHODS, Method
 
 
@@ -42,12 +42,20 @@ class Policy:
         return self.tau[layer] if isinstance(self.tau, tuple) else self.tau
 
     def corrected(
-        self, layer: int, queries: torch.Tensor, rows: torch.Tensor, previous: torch.Tensor, counts: torch.Tensor, num_kv_heads: int
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        rows: torch.Tensor,
+        previous: torch.Tensor,
+        counts: torch.Tensor,
+        num_kv_heads: int,
+        *,
+        turn: Turn | None = None,
     ) -> torch.Tensor:
-        """``[B, H]`` bool: which kv heads of ``layer`` are corrected. ``queries`` replace ``previous``; all tensors are as in ``kernels.reference``."""
+        """``[B, H]`` bool: which kv heads of ``layer`` are corrected. ``queries`` replace ``previous``; all is as in ``kernels.reference``."""
 
         def compare(parts: int) -> torch.Tensor:
-            mask = kernels.needs_correction(queries, rows, previous, self.tau_of(layer), counts, parts)
+            mask = kernels.needs_correction(queries, rows, previous, self.tau_of(layer), counts, parts, turn=turn)
             if (heads := num_kv_heads // parts) == 1:
                 return mask
             counts[:, CORRECTED].index_add_(0, rows.long(), mask.sum(1) * (heads - 1))  # the kernel counts a part as one

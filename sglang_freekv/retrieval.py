@@ -48,7 +48,8 @@ class Retrieval(Engine):
         """
         self.complete_transfers(layer)
         step = DecodeStep(self, layer, queries, keys, values, batch, scale)
-        schedule.run(step, self.streams, self.in_flight[layer], without=("verify",) if self.canary is None else ())
+        without = ("verify",) if self.canary is None else ()
+        schedule.run(step, self.streams, self.in_flight[layer], without, on_turn=self.config.selects_on_turn)
         return step.finish()
 
     def end_step(self, rows: torch.Tensor) -> None:

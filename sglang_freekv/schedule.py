@@ -39,13 +39,15 @@ SCHEDULE = (
     Work("plan_ahead",   SELECTION,  ("merge",)),
     Work("recall_ahead", TRANSFERS,  ("plan_ahead",)),
 )  # fmt: skip
+ON_TURN = (*SCHEDULE[1:3], Work("score", SELECTION, ("compare",)), *SCHEDULE[3:])  # which kv heads score is known by then
 IN_FLIGHT = ("plan_ahead", "recall_ahead")  # what a step leaves; the next step of the layer comes behind it
 STREAMS = {line.work: line.stream for line in SCHEDULE}
-EDGES = tuple((before, line.work) for line in SCHEDULE for before in line.behind if STREAMS.get(before) != line.stream)
+LINES = dict.fromkeys((*SCHEDULE, *ON_TURN))  # of both, each once
+EDGES = tuple((before, line.work) for line in LINES for before in line.behind if STREAMS.get(before) != line.stream)
 CHAINED = {line.work: line for line in SCHEDULE if line.stream != MAIN and STREAMS.get(line.behind[0], MAIN) not in (MAIN, line.stream)}
 
 
-def run(step: object, streams: Streams, in_flight: list[Handle], without: Collection[str] = ()) -> None:
+def run(step: object, streams: Streams, in_flight: list[Handle], without: Collection[str] = (), *, on_turn: bool = False) -> None:
     """Queue the works of one step of one layer. MAIN has waited for the last step.
 
     MAIN waits for the handle of each work that a line of its own comes behind. A work that MAIN submits comes behind all that MAIN was
@@ -56,9 +58,10 @@ def run(step: object, streams: Streams, in_flight: list[Handle], without: Collec
         streams: the side streams.
         in_flight: takes the handles of ``IN_FLIGHT``.
         without: works that are left out.
+        on_turn: whether ``ON_TURN`` is run, in the place of ``SCHEDULE``.
     """
     handles: dict[str, Handle] = {}
-    for line in SCHEDULE:
+    for line in ON_TURN if on_turn else SCHEDULE:
         if line.work in without or line.work in CHAINED:
             continue
         if line.stream != MAIN:

@@ -27,6 +27,11 @@ def planning_before_the_comparison(retrieval: Retrieval) -> None:
     _unordered(retrieval.streams.selection, "plan")
 
 
+def scoring_before_the_comparison(retrieval: Retrieval) -> None:
+    """On turn a score reads which kv heads select before that is known."""
+    _unordered(retrieval.streams.selection, "score")
+
+
 def attending_before_the_append(retrieval: Retrieval) -> None:
     """Attention reads the slot of a token that has yet to be written."""
     _unawaited(retrieval.streams.appends, "append")
@@ -73,6 +78,7 @@ def recalling_before_the_plan_ahead(retrieval: Retrieval) -> None:
 CONTROLS: dict[Callable[[Retrieval], None], tuple[tuple[str, str], ...]] = {
     without_waiting_for_the_last_step: ((LAST_STEP, "score"), (LAST_STEP, "append"), (LAST_STEP, "compare")),
     planning_before_the_comparison: (("compare", "plan"),),
+    scoring_before_the_comparison: (("compare", "score"),),
     attending_before_the_append: (("append", "attend"),),
     attending_before_the_plan: (("plan", "attend"),),
     merging_before_the_correction: (("correct", "merge"),),

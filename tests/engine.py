@@ -41,6 +41,7 @@ class Request:
     generator: torch.Generator
     tokens: int = 0
     speculative: dict = field(default_factory=dict)
+    selected_with: dict = field(default_factory=dict)  # position of the query of each kv head's last selection, on turn
 
     def __post_init__(self) -> None:
         def walk(heads: int) -> torch.Tensor:
@@ -90,11 +91,14 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
     """Output of one decode step of one layer, and how many kv heads were corrected."""
     n, size, corrected, outputs = request.tokens, config.page_size, 0, []
     for head in range(HEADS):
-        now, before = (request.q[layer, n - back].view(HEADS, GROUP, DIM)[head] for back in (1, 2))
-        chosen = request.speculative.get((layer, head))
+        chosen, last = request.speculative.get((layer, head)), n - 2
         if n == request.prompt + 1:
             chosen = choose(config, request, layer, head, n - 2, n)
-        compared = (request.q[layer, n - 1], request.q[layer, n - 2]) if config.method == "louiskv" else (now, before)
+        elif config.selection == "on-turn":
+            last = request.selected_with[layer, head]
+        compared = request.q[layer, n - 1], request.q[layer, last]
+        if config.method != "louiskv":
+            compared = (query.view(HEADS, GROUP, DIM)[head] for query in compared)
         tau = config.tau if config.tau_by_layer is None else config.tau_by_layer.taus[layer]
         is_corrected = tau is None or F.cosine_similarity(*compared, dim=-1).mean() < tau
         pages = -(-n // size)
@@ -105,9 +109,12 @@ def expected_step(config: FreeKVConfig, request: Request, layer: int) -> tuple[t
         tokens = [t for p in sorted(attended) for t in range(p * size, min((p + 1) * size, n))]
         outputs.append(attend(request, layer, head, n - 1, tokens))
         stands = config.method == "louiskv" and len(chosen) == config.pages.selected and n >= config.dense_below_tokens
+        if config.selection == "on-turn":
+            by_memory = config.budget_tokens < config.dense_below_tokens and n <= config.dense_below_tokens
+            stands = n % size != 0 and not by_memory
         if is_corrected or not stands:
-            chosen = choose(config, request, layer, head, n - 1, n + 1, attended)
-        request.speculative[layer, head] = chosen
+            chosen, last = choose(config, request, layer, head, n - 1, n + 1, attended), n - 1
+        request.speculative[layer, head], request.selected_with[layer, head] = chosen, last
     return torch.cat(outputs), corrected
 
 
@@ -309,6 +316,39 @@ CONFIGS = {
         dense_layers=(),
         device_cache_tokens=112,
         digest="two-bit",
+    ),
+    "on-turn": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), selection="on-turn"),
+    "on-turn-two-bit-slack": FreeKVConfig(
+        budget_tokens=80,
+        sink_tokens=16,
+        window_tokens=16,
+        page_size=8,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=96,
+        digest="two-bit",
+        hysteresis=0.2,
+        selection="on-turn",
+    ),
+    "on-turn-in-full-below": FreeKVConfig(
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=72,
+        dense_below_tokens=72,
+        selection="on-turn",
+    ),
+    "on-turn-always-corrected": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=2, dense_layers=(), selection="on-turn"
+    ),
+    "on-turn-never-corrected": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=-2, dense_layers=(), selection="on-turn"
+    ),
+    "on-turn-one-token-pages": FreeKVConfig(
+        budget_tokens=12, sink_tokens=2, window_tokens=3, page_size=1, tau=0.6, dense_layers=(), selection="on-turn"
     ),
     "copy-engine": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), recall="copy-engine"

@@ -7,6 +7,8 @@ One decode step of one layer, with n tokens in the context including the one bei
     2. every other kv head uses the pages that the previous step selected for it;
     3. each kv head attends to sink + selected + window pages;
     4. every kv head selects its pages for the next step, among the candidates of n + 1 tokens.
+On turn a kv head keeps its query of step 1, and its pages, until it is corrected or the next token begins a page. Below a length at which
+contexts are attended to in full, it selects for every step.
 With hysteresis h, a selection takes the pages of the kv head's last one (sink and window included) for e^h times as good.
 
 Letters: H kv heads, G group (query heads of a kv head), D head_dim, P pages, S page size.
@@ -40,6 +42,7 @@ class OracleSettings:
     digest: str = "cuboid-mean"
     dense_below: int = 0
     hysteresis: float = 0.0
+    on_turn: bool = False
 
     def __post_init__(self) -> None:
         whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window, self.dense_below))
@@ -49,6 +52,10 @@ class OracleSettings:
     def of_layer(self, layer: int) -> OracleSettings:
         """The same, with the threshold of one layer."""
         return replace(self, tau=self.tau[layer]) if isinstance(self.tau, tuple) else self
+
+    def stands(self, n: int) -> bool:
+        """Whether kv heads that are not corrected keep their pages behind a step with n tokens."""
+        return self.on_turn and n % self.page != 0 and not (self.budget < self.dense_below and n <= self.dense_below)
 
     def selected_pages(self, n: int) -> int:
         """Candidates of a context of n tokens that are selected, at most."""
@@ -224,6 +231,18 @@ def decode_step(query, keys, previous, speculative: list[Selection], settings: O
     return LayerStep(corrected, attended, cosines, [selection.gap for selection in chosen])
 
 
+def carry(
+    query, keys, previous, speculative: list[Selection], step: LayerStep, settings: OracleSettings, scaling: float | None = None
+) -> tuple[torch.Tensor, list[Selection]]:
+    """Query and pages of each kv head for the next step, behind one that was decided as ``step``; arguments as of ``decode_step``."""
+    n = keys.shape[1]
+    ahead = select(query, keys, n + 1, settings, scaling, step.attended)
+    if not settings.stands(n):
+        return query, ahead
+    chosen = [now if corrected else before for now, before, corrected in zip(ahead, speculative, step.corrected, strict=True)]
+    return query.where(torch.tensor(step.corrected, device=query.device)[:, None, None], previous), chosen
+
+
 @dataclass
 class Generation:
     """One sequence being generated: what each retrieval layer carries between steps, and the record of this step."""
@@ -237,19 +256,19 @@ class Generation:
         """Attention of the last T of n tokens: query [Hq, T, D], keys and values [H, n, D] -> [Hq, T, D]."""
         settings, (heads, n, dim) = self.settings, keys.shape
         retrieval = settings is not None and layer not in settings.dense_layers
-        last_query, last = query[:, -1].reshape(heads, -1, dim), None
+        last_query = query[:, -1].reshape(heads, -1, dim)
         if retrieval and not prefill:
-            step = decode_step(last_query, keys, self.previous[layer], self.speculative[layer], settings.of_layer(layer), scaling)
-            last = step.attended
+            held = self.previous[layer], self.speculative[layer]
+            step = decode_step(last_query, keys, *held, settings.of_layer(layer), scaling)
+            self.previous[layer], self.speculative[layer] = carry(last_query, keys, *held, step, settings, scaling)
             output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling)
         else:
             step = LayerStep.dense(heads, page_count(n, settings.page) if settings else 0)
             output = F.scaled_dot_product_attention(
                 query[None], keys[None], values[None], is_causal=prefill, scale=scaling, enable_gqa=True
             )[0]
-        if retrieval:
-            self.previous[layer] = last_query
-            self.speculative[layer] = select(last_query, keys, n + 1, settings, scaling, last)
+        if retrieval and prefill:
+            self.previous[layer], self.speculative[layer] = last_query, select(last_query, keys, n + 1, settings, scaling)
         assert layer == len(self.step), f"layer {layer} attended after {len(self.step)} layers: expected model order"
         self.step.append(step)
         return output

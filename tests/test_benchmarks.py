@@ -27,6 +27,7 @@ from sglang_freekv import policy, retrieval
 from sglang_freekv.config import FreeKVConfig, PageBudget
 from sglang_freekv.digests import Boxes
 from sglang_freekv.kernels import CORRECTED, HITS, RECALLED, FrameTables, Misses, on_gpu, reference
+from sglang_freekv.kernels.candidates import Tables, Turn
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.methods import METHODS
 
@@ -128,9 +129,20 @@ def test_a_control_file_takes_effect(tmp_path):
         assert controls.knobs.tolist() == ([1, replay_load.speed_of(load)] if load else [0, 0])
 
 
+def _turn(rows, seq_lens, budget: PageBudget, S: int, R: int, H: int, P: int, device: str) -> Turn:
+    """One request's next token begins a page, and another's first kv head has lost a page."""
+    attended = torch.full((R, H, budget.total), -1, dtype=torch.int32, device=device)
+    attended[3, 0, 1], attended[5, 0] = -2 - 7, 0
+    tables = Tables(torch.zeros(R, H, 9, dtype=torch.int32, device=device), attended, torch.ones(R, 9, dtype=torch.int32, device=device))
+    lens = seq_lens.to(device) + torch.tensor([0, 0, 3, 0], device=device)  # 160 is a multiple of 4
+    frames = torch.full((len(rows), P), -1, dtype=torch.int32, device=device)
+    return Turn(lens, frames, budget, S, tables, torch.empty(len(rows), H, dtype=torch.bool, device=device))
+
+
+@pytest.mark.parametrize("on_turn", [False, True], ids=["every step", "on turn"])
 @pytest.mark.parametrize("load", [None, Load(0.4, 0.21, 1000, 32)], ids=["off", "on"])
 @pytest.mark.parametrize("layer", [0, 1, 33])
-def test_the_kernels_are_their_twins(load, layer):
+def test_the_kernels_are_their_twins(load, layer, on_turn):
     torch.manual_seed(0)
     H, G, D, S, R, P, budget = 2, 3, 16, 4, 6, 75, PageBudget(2, 12, 3)
     controls = Controls(DEVICE)
@@ -139,30 +151,36 @@ def test_the_kernels_are_their_twins(load, layer):
     queries, previous = torch.randn(4, H * G, D, device=DEVICE), torch.randn(R, H * G, D, device=DEVICE)
     steps, counts = torch.randint(9, (R, H), dtype=torch.int32, device=DEVICE), torch.zeros(R, 3, dtype=torch.int64, device=DEVICE)
     expected = [each.clone().cpu() for each in (previous, counts, steps)]
-    corrected = replay_kernels.needs_correction(queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas[0], steps, layer)
+    ours, theirs = (_turn(rows, seq_lens, budget, S, R, H, P, device) if on_turn else None for device in (DEVICE, "cpu"))
+    given = queries, rows, previous, 0.1, counts, H, controls.knobs, controls.thetas[0], steps, layer
+    corrected = replay_kernels.needs_correction(*given, turn=ours)
 
     twins = Controls("cpu")
     twins.set(load)
     twins.layers[expected[0].data_ptr()] = layer
     twins.steps[layer, :R, :H] = expected[2]
     twin = Replay(METHODS["freekv"], Boxes(budget, S, "min-max"), "softmax-mean", 0.1, twins)
-    assert torch.equal(corrected.cpu(), twin.corrected(layer, queries.cpu(), rows.cpu(), *expected[:2], H))
+    assert torch.equal(corrected.cpu(), twin.corrected(layer, queries.cpu(), rows.cpu(), *expected[:2], H, turn=theirs))
     assert torch.equal(previous.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
+    selects = ours and ours.selects
+    assert not on_turn or (torch.equal(selects.cpu(), theirs.selects) and len(selects.unique()) == 2)
     real = rows[rows > 0].cpu()
     assert torch.equal(steps.cpu()[real], twins.steps[layer, :R, :H][real])
 
     digests, table = torch.randn(90, H, 2, D, device=DEVICE), torch.randint(1, 90, (4, P), dtype=torch.int32, device=DEVICE)
     where = (rows, seq_lens, table, budget, S)
-    logits = replay_kernels.score_pages(queries, digests, *where, 0.3, controls.knobs, layer)
+    logits = replay_kernels.score_pages(queries, digests, *where, 0.3, controls.knobs, layer, selects)
     expected = reference.score_pages(queries, digests, *where, scale=0.3).cpu()
     if load is not None:
         expected = replay_load.page_scores(rows.cpu(), seq_lens.cpu(), H, P, twins.knobs[1], layer).repeat_interleave(G, 1)
     pages, end = torch.arange(P), ((seq_lens + S) // S - budget.window).cpu()
     written = ((pages >= budget.sink) & (pages < end[:, None]) & (rows.cpu() > 0)[:, None])[:, None].expand(-1, H * G, -1)
+    if on_turn:
+        written = written & selects.cpu().repeat_interleave(G, 1)[..., None]
     torch.testing.assert_close(logits.cpu()[written], expected[written], atol=1e-5, rtol=1e-5)
     kept = torch.randn_like(logits)
     overwritten = kept.clone()
-    replay_kernels.overwrite_scores(overwritten, rows, seq_lens, budget, S, H, controls.knobs, layer)
+    replay_kernels.overwrite_scores(overwritten, rows, seq_lens, budget, S, H, controls.knobs, layer, selects)
     expected = kept.cpu() if load is None else torch.where(written, expected, kept.cpu())
     torch.testing.assert_close(overwritten.cpu(), expected, atol=1e-5, rtol=1e-5)
 

@@ -20,6 +20,7 @@ from sglang_freekv.config import (
     MOST_SLOTS,
     POOLINGS,
     RECALLS,
+    SELECTIONS,
     FreeKVConfig,
     Refusal,
     typed,
@@ -42,7 +43,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_recall": st.sampled_from(RECALLS), "freekv_host_layout": st.sampled_from(HOST_LAYOUTS),
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
     "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole, "freekv_preset": st.sampled_from(list(PRESETS)),
-    "freekv_hysteresis": numbers | whole,
+    "freekv_hysteresis": numbers | whole, "freekv_selection": st.sampled_from(SELECTIONS),
     "freekv_tau_by_layer": words,
 })  # fmt: skip
 OPTIONS = NAMES[1:]
@@ -67,7 +68,7 @@ def refused(make) -> str | None:
     assert config.dense_below_tokens % size == 0 and config.attended_pages == max(pages.total, config.dense_below_tokens // size)
     assert config.attended_pages <= (config.cache_pages if config.resident_memory_gib == 0 else MOST_SLOTS)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
-    assert 0 <= config.hysteresis <= 10
+    assert 0 <= config.hysteresis <= 10 and config.selection in SELECTIONS and config.selects_on_turn <= (config.method == "freekv")
     assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
 
@@ -81,6 +82,7 @@ def refused(make) -> str | None:
         "host_memory_gib": st.none() | numbers, "resident_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
         "recall_timing": whole, "preset": st.none() | st.sampled_from(list(PRESETS)) | words, "hysteresis": numbers,
+        "selection": st.sampled_from(SELECTIONS) | words,
     })
 )  # fmt: skip
 @settings(max_examples=500)

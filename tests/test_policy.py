@@ -77,3 +77,12 @@ def test_the_pool_tells_the_method_and_its_threshold(name):
     assert facts["hysteresis"] == 0 and "hysteresis" not in line
     pool.config = replace(config, hysteresis=1.4)
     assert pool.describe()["hysteresis"] == 1.4 and "; hysteresis 1.4" in pool.activation_line()
+    assert facts["selection"] == "every-step" and "on turn" not in line
+    if name == "freekv":
+        pool.config = replace(config, selection="on-turn")
+        assert pool.describe()["selection"] == "on-turn" and "; selection on turn" in pool.activation_line()
+        return
+    with pytest.raises(
+        Refusal, match=f"--freekv-selection on-turn: expected every-step with --kv-retrieval {name}, which has its own rule"
+    ):
+        replace(config, selection="on-turn")

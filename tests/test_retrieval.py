@@ -12,9 +12,11 @@ import torch
 
 from edges import without_waiting_for_the_last_step
 from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
+from sglang_freekv import kernels
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.decode_step import plans_ahead_first
-from sglang_freekv.kernels import CORRECTED, RECALLED
+from sglang_freekv.digests import Boxes
+from sglang_freekv.kernels import CORRECTED, RECALLED, reference_plan
 from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.memory_pool.reclaim import reclaim
 from sglang_freekv.memory_pool.transfer import InlineStream
@@ -112,6 +114,82 @@ def test_hysteresis_saves_recalls():
         engine.run(steps=17)
         recalled.append(int(engine.retrieval.counts[:, RECALLED].sum()))
     assert 0 < recalled[1] < recalled[0]
+
+
+def _remembering_every_query(monkeypatch) -> None:
+    compare = kernels.needs_correction
+
+    def comparing(queries, rows, previous, *args, **options):
+        corrected = compare(queries, rows, previous, *args, **options)
+        previous[rows] = queries
+        return corrected
+
+    monkeypatch.setattr(kernels, "needs_correction", comparing)
+
+
+def _planning_without_scores(monkeypatch) -> None:
+    candidates = Retrieval.candidates
+    monkeypatch.setattr(Retrieval, "candidates", lambda *args: candidates(*args)._replace(on_turn=False))
+
+
+def _scoring_nobody_at_a_page_boundary(monkeypatch) -> None:
+    monkeypatch.setattr(reference_plan, "due", lambda seq_lens, *sizes: torch.zeros_like(seq_lens, dtype=torch.bool))
+
+
+BREAKS = [None, _remembering_every_query, _planning_without_scores, _scoring_nobody_at_a_page_boundary]
+
+
+@pytest.mark.parametrize("prompts", [[5, 64, 99], [64, 99]], ids=["ahead before attention", "ahead behind attention"])
+@pytest.mark.parametrize("breaks", BREAKS)
+def test_what_a_selection_on_turn_needs(breaks, prompts, monkeypatch):
+    """The negative controls of following the paper's rule on turn."""
+    if breaks is not None:
+        breaks(monkeypatch)
+    engine = Engine(CONFIGS["on-turn"], prompts, steps=17, stream=InlineStream)
+    engine.extend(engine.requests, prompts)
+    found, expected = [], []
+    for _ in range(17):
+        found += [output.view(len(prompts), -1) for output in engine.decode(engine.requests)]
+        for layer in range(LAYERS):
+            expected.append(torch.stack([expected_step(engine.config, request, layer)[0].flatten() for request in engine.requests]))
+    assert torch.allclose(torch.stack(found), torch.stack(expected), atol=1e-5, rtol=1e-5) == (breaks is None)
+
+
+def test_memory_has_no_say_in_what_is_selected_on_turn():
+    seen = []
+    for resident in (0, 20, 400):
+        engine = Engine(CONFIGS["on-turn-two-bit-slack"], prompts=[99, 150], steps=33, stream=InlineStream, resident=resident)
+        engine.extend(engine.requests, [request.prompt for request in engine.requests])
+        rows, pages = torch.tensor([request.row for request in engine.requests]), []
+        for _ in range(33):
+            engine.decode(engine.requests)
+            engine.retrieval.complete_all_transfers()
+            pages.append(torch.stack([layer.tables.pages(rows).sort().values for layer in engine.retrieval.cache.layers]))
+        seen.append(torch.stack(pages))
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+
+
+def test_selecting_on_turn_scores_and_recalls_less(monkeypatch):
+    """Kv heads that are not corrected score where the next token begins a page, all of a row together."""
+    masks, score = [], Boxes.score
+
+    def watch(self, queries, digests, batch, scale, selects=None):
+        masks.append((batch.seq_lens.clone(), selects))
+        return score(self, queries, digests, batch, scale, selects)
+
+    monkeypatch.setattr(Boxes, "score", watch)
+    recalled = {}
+    for name in ("tight", "on-turn", "on-turn-never-corrected"):
+        masks.clear()
+        engine = Engine(CONFIGS[name], prompts=[64, 99], steps=17, stream=InlineStream)
+        engine.run(steps=17)
+        steps = masks[-17 * LAYERS :]
+        recalled[name] = int(engine.retrieval.counts[:, RECALLED].sum())
+        for seq_lens, selects in steps:
+            assert (selects is None) == (name == "tight")
+            assert selects is None or selects[seq_lens % 4 == 0].all()
+            assert name != "on-turn-never-corrected" or not selects[seq_lens % 4 != 0].any()
+    assert recalled["on-turn-never-corrected"] < recalled["on-turn"] < recalled["tight"]
 
 
 @pytest.mark.parametrize("stream", [InlineStream, DeferredStream])

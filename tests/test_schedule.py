@@ -6,17 +6,18 @@ import gc
 import re
 import weakref
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from edges import CONTROLS
+from edges import CONTROLS, scoring_before_the_comparison
 from engine import CONFIGS, LAYERS, Engine
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.memory_pool.transfer import InlineStream
-from sglang_freekv.schedule import EDGES, IN_FLIGHT, LAST_STEP, MAIN, SCHEDULE
+from sglang_freekv.schedule import EDGES, IN_FLIGHT, LAST_STEP, MAIN, ON_TURN, SCHEDULE, Work
 
 DESIGN = Path(__file__).resolve().parents[1] / "DESIGN.md"
 STEPS = 3
@@ -74,10 +75,17 @@ class Handle:
         self.order.known[self.order.current[-1]] |= self.known
 
 
-def edges_of(monkeypatch: pytest.MonkeyPatch, control=None) -> tuple[set[tuple[str, str]], Order]:
+SCHEDULES = {"every-step": SCHEDULE, "on-turn": ON_TURN}
+
+
+def lines_of(schedule: tuple[Work, ...]) -> set[tuple[str, str]]:
+    return {(before, line.work) for line in schedule for before in line.behind}
+
+
+def edges_of(monkeypatch: pytest.MonkeyPatch, selection: str, control=None) -> tuple[set[tuple[str, str]], Order]:
     """The schedule's edges that a run keeps in every layer and step."""
     order = Order(monkeypatch)
-    engine = Engine(CONFIGS["canary"], prompts=[64, 99], steps=STEPS, stream=order.stream)
+    engine = Engine(replace(CONFIGS["canary"], selection=selection), prompts=[64, 99], steps=STEPS, stream=order.stream)
     if control is not None:
         control(engine.retrieval)
     engine.run(STEPS)
@@ -87,13 +95,13 @@ def edges_of(monkeypatch: pytest.MonkeyPatch, control=None) -> tuple[set[tuple[s
         return all((name, layer, at) in order.behind[work, layer, step] for name, at in works)
 
     places = list(product(range(LAYERS), range(STEPS)))
-    lines = {(before, line.work) for line in SCHEDULE for before in line.behind}
-    return {edge for edge in lines if all(kept(*edge, *place) for place in places)}, order
+    return {edge for edge in lines_of(SCHEDULES[selection]) if all(kept(*edge, *place) for place in places)}, order
 
 
-def test_a_step_keeps_all_edges_of_the_schedule(monkeypatch):
-    kept, order = edges_of(monkeypatch)
-    assert kept == {(before, line.work) for line in SCHEDULE for before in line.behind}
+@pytest.mark.parametrize("selection", SCHEDULES)
+def test_a_step_keeps_all_edges_of_the_schedule(selection, monkeypatch):
+    kept, order = edges_of(monkeypatch, selection)
+    assert kept == lines_of(SCHEDULES[selection])
     streams = {line.work: line.stream for line in SCHEDULE}
     assert order.streams == {key: streams[key[0]] for key in product(streams, range(LAYERS), range(STEPS))}
 
@@ -104,8 +112,9 @@ def test_every_edge_between_streams_has_a_control():
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
 def test_a_control_takes_away_the_edges_that_it_names(control, monkeypatch):
-    kept, _ = edges_of(monkeypatch, control)
-    assert {(before, line.work) for line in SCHEDULE for before in line.behind} - kept == set(CONTROLS[control])
+    selection = "on-turn" if control is scoring_before_the_comparison else "every-step"
+    kept, _ = edges_of(monkeypatch, selection, control)
+    assert lines_of(SCHEDULES[selection]) - kept == set(CONTROLS[control])
 
 
 def test_design_has_the_schedule_and_all_edges():

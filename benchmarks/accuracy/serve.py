@@ -31,6 +31,7 @@ NEVER = -2.0  # below every cosine
 TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default
 TWO_BIT, MAX, HYSTERESIS = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": "max"}, {"--freekv-hysteresis": 1.4}
 FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
+ON_TURN = TWO_BIT | FINE | {"--freekv-selection": "on-turn"}
 SELECTIONS = {
     "page-16": {"--page-size": 16},
     "page-8": {"--page-size": 8},
@@ -44,6 +45,9 @@ SELECTIONS = {
     "hysteresis": HYSTERESIS,
     "two-bit-page-8-hysteresis": TWO_BIT | {"--page-size": 8} | HYSTERESIS,
     "two-bit-narrow-page-8-hysteresis": TWO_BIT | FINE | HYSTERESIS,
+    "two-bit-narrow-page-8-on-turn": ON_TURN,
+    "two-bit-narrow-page-8-on-turn-tau-0.80": ON_TURN | {"--freekv-tau": 0.8},
+    "two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis": ON_TURN | {"--freekv-tau": 0.8} | HYSTERESIS,
 }
 
 

@@ -44,7 +44,7 @@ def servers(tmp_path, monkeypatch):
 
     @contextmanager
     def serving(flags, name, directory):
-        if "--freekv-tau" in flags and flags["--freekv-tau"] == 0.8:
+        if flags.get("--freekv-tau") == 0.8 and "--freekv-selection" not in flags:
             raise RuntimeError("does not start")
         started.append(MadeUp(flags, prompts))
         yield started[-1]
@@ -102,4 +102,4 @@ def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
         budget = grid.budget_of(config.budget_tokens, 32)
         usual = {(page, budget.sink, budget.window) for page in (32, 16, 8)}
         assert (config.page_size, config.sink_tokens, config.window_tokens) in usual | {(32, 32, 64), (16, 16, 32), (8, 16, 32)}
-        assert config.dense_layers == (0, 1) and ("freekv_tau" not in typed or config.tau in (0.7, serve.NEVER))
+        assert config.dense_layers == (0, 1) and ("freekv_tau" not in typed or config.tau in (0.7, 0.8, serve.NEVER))

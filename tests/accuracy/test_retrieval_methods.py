@@ -474,7 +474,9 @@ def test_cases_turn_and_keep_their_choice():
 def test_freekv_is_the_oracle(tokens, tau, hysteresis, selection, reads):
     """72 tokens have fewer candidates than the budget has places; 320 end with a page."""
     text = Text.random(tokens, seed=tokens)
-    settings = oracle.OracleSettings(WIDE.total, WIDE.sink, WIDE.window, tau, WIDE.page, hysteresis=hysteresis)
+    settings = oracle.OracleSettings(
+        WIDE.total, WIDE.sink, WIDE.window, tau, WIDE.page, hysteresis=hysteresis, on_turn=selection == "on-turn"
+    )
     outputs, traces = run(FreeKV(tau=tau, hysteresis=hysteresis, selection=selection), text, WIDE)
     for row in range(BATCH):
         queries = text.queries[row].unflatten(0, (HEADS, GROUP))
@@ -487,12 +489,7 @@ def test_freekv_is_the_oracle(tokens, tau, hysteresis, selection, reads):
             assert traces[index].corrected[row].tolist() == expected.corrected
             attended = oracle.attend_to_pages(expected.attended, query, keys[:, :n], values[:, :n], WIDE.page, SCALE)
             torch.testing.assert_close(outputs[index][row], attended[:, 0], atol=1e-5, rtol=1e-4)
-            if selection == "every-step" or n % WIDE.page == 0:
-                previous, ahead = query, oracle.select(query, keys[:, :n], n + 1, settings, last=expected.attended)
-            else:
-                previous = torch.where(torch.tensor(expected.corrected)[:, None, None], query, previous)
-                pinned = oracle.pinned(n, settings)
-                ahead = [oracle.Selection([page for page in pages if page not in pinned], 0.0) for pages in expected.attended]
+            previous, ahead = oracle.carry(query, keys[:, :n], previous, ahead, expected, settings)
 
 
 def test_a_gain_is_the_attention_that_the_new_selection_holds_more():

@@ -24,11 +24,13 @@ SETTINGS = {
         budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max", dense_below=1024
     ),
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=TAUS, page=64, dense_layers=(), hysteresis=0.5),
+    "on-turn-two-bit": OracleSettings(budget=192, sink=16, window=32, tau=0.65, page=8, digest="two-bit", on_turn=True),
 }
 IN_FULL = "never-corrected-small-pages"  # contexts below a limit, which one of the prompts outgrows
 RESIDENT = {  # pages in device memory beside the slots of all rows; settings without a number have none, and every row has slots
     IN_FULL: None,  # as many as the host pool has
     "least-window-no-dense-layer": 12,
+    "on-turn-two-bit": 60,
 }
 
 
@@ -56,6 +58,7 @@ def flags_of(settings: OracleSettings, resident: int | None, file: Path) -> dict
         flags["--freekv-tau"] = settings.tau
     page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * HEAD_DIM * 4
     flags["--freekv-dense-below"], flags["--freekv-hysteresis"] = settings.dense_below, settings.hysteresis
+    flags["--freekv-selection"] = "on-turn" if settings.on_turn else "every-step"
     flags["--freekv-resident-memory"] = resident and (resident + 0.5) * page_bytes / GIB
     return flags | {"--page-size": settings.page, "--chunked-prefill-size": 512}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from edges import (
     planning_ahead_before_the_merge,
     planning_before_the_comparison,
     recalling_before_the_plan_ahead,
+    scoring_before_the_comparison,
 )
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 from sglang_freekv.batch import DecodeBatch
@@ -102,7 +104,20 @@ class CapturedEngine(Engine):
 
 
 @pytest.mark.parametrize(
-    "name", ["tight", "slack", "least-window", "always-corrected", "two-bit", "canary", "louiskv", "quest", "arkvale-slack"]
+    "name",
+    [
+        "tight",
+        "slack",
+        "least-window",
+        "always-corrected",
+        "two-bit",
+        "on-turn",
+        "on-turn-two-bit-slack",
+        "canary",
+        "louiskv",
+        "quest",
+        "arkvale-slack",
+    ],
 )
 @pytest.mark.parametrize("resident", [0, 30, 400], ids=["none resident", "some resident", "all resident"])
 @pytest.mark.parametrize("prompts", [PROMPTS, FEW], ids=["", "one request"])
@@ -172,9 +187,9 @@ def test_an_edge_removed_from_a_captured_step_is_caught():
     assert any(not torch.equal(_replayed(delayed_streams(seed), merging_before_the_correction), expected) for seed in range(20))
 
 
-def _replayed(stream, broken=None) -> torch.Tensor:
+def _replayed(stream, broken=None, name: str = "tight") -> torch.Tensor:
     """Outputs of captured steps; what delays there are is drawn once, and happens in each."""
-    engine = CapturedEngine(CONFIGS["tight"], PROMPTS, STEPS, stream, device="cuda")
+    engine = CapturedEngine(CONFIGS[name], PROMPTS, STEPS, stream, device="cuda")
     if broken is not None:
         broken(engine.retrieval)
     engine.capture()
@@ -191,9 +206,9 @@ class LateTest:
     def __getattr__(self, name: str):
         return getattr(self._policy, name)
 
-    def corrected(self, *arguments) -> torch.Tensor:
+    def corrected(self, *arguments, **options) -> torch.Tensor:
         torch.cuda._sleep(20_000_000)  # longer than a busy host takes to launch the plan
-        return self._policy.corrected(*arguments)
+        return self._policy.corrected(*arguments, **options)
 
 
 def _with_a_late_test(retrieval) -> None:
@@ -203,6 +218,20 @@ def _with_a_late_test(retrieval) -> None:
 def _planning_before_the_late_test(retrieval) -> None:
     _with_a_late_test(retrieval)
     planning_before_the_comparison(retrieval)
+
+
+def _scoring_before_the_late_test(retrieval) -> None:
+    _with_a_late_test(retrieval)
+    scoring_before_the_comparison(retrieval)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_score_on_turn_waits_for_the_comparison(captured):
+    """The plan waits for both, whatever the score does. A mask that is not written yet holds what its memory held before."""
+    run = partial(_replayed if captured else _run, name="on-turn")
+    expected = run(cuda_stream)
+    assert torch.equal(run(cuda_stream, _with_a_late_test), expected)
+    assert not torch.equal(run(cuda_stream, _scoring_before_the_late_test), expected), "the negative control"
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -433,12 +462,14 @@ def _run(stream, broken=None, name: str = "tight", prompts: list[int] = PROMPTS)
     return torch.cat([output.flatten() for output in (*chunks, *steps)])
 
 
-@pytest.mark.parametrize("prompts, runs", [(PROMPTS, RUNS), (FEW, RUNS // 4)], ids=["", "one request"])
-def test_delays_on_any_stream_change_nothing(prompts, runs):
-    expected = _run(cuda_stream, prompts=prompts)
+@pytest.mark.parametrize("prompts, runs, name", [
+    (PROMPTS, RUNS, "tight"), (FEW, RUNS // 4, "tight"), (PROMPTS, RUNS // 4, "on-turn"), (FEW, RUNS // 4, "on-turn"),
+], ids=["", "one request", "on turn", "one request, on turn"])  # fmt: skip
+def test_delays_on_any_stream_change_nothing(prompts, runs, name):
+    expected = _run(cuda_stream, prompts=prompts, name=name)
     assert expected.isfinite().all()
     for seed in range(runs):
-        assert torch.equal(_run(delayed_streams(seed), prompts=prompts), expected), f"run {seed} differs"
+        assert torch.equal(_run(delayed_streams(seed), prompts=prompts, name=name), expected), f"run {seed} differs"
 
 
 def test_the_canary_takes_no_delay_for_a_change():
@@ -447,7 +478,8 @@ def test_the_canary_takes_no_delay_for_a_change():
         assert torch.equal(_run(delayed_streams(seed), name="canary"), expected), f"run {seed} differs"
 
 
-EDGES = [control for control in CONTROLS if control is not planning_before_the_comparison]  # which needs a late test
+LATE = planning_before_the_comparison, scoring_before_the_comparison  # these need a late test
+EDGES = [control for control in CONTROLS if control not in LATE]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from sglang_freekv.kernels import two_bit
 
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
-POINTERS = {"p_words": "*i32", "p_rows": "*i64", "p_seq_lens": "*i64", "p_page_table": "*i32", "p_logits": "*fp32"}
+POINTERS = {"p_words": "*i32", "p_rows": "*i64", "p_seq_lens": "*i64", "p_page_table": "*i32", "p_logits": "*fp32", "p_selects": "*i1"}
 POINTERS |= dict.fromkeys(("p_starts", "p_host_pages"), "*i64")
 
 def compiled(kernel, pointers, numbers, **launch):
@@ -70,7 +70,7 @@ TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output"}
 FOUR = {"p_logits", "p_weights", "p_parts"}
 NUMBERS = {
     "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "AHEAD_FIRST": True,
-    "POOLING": "softmax-mean", "HYSTERESIS": 0.0, "A_PART": 64, "UNITS": 1, "BLOCK_S": 32, "PREFETCH": True,
+    "POOLING": "softmax-mean", "HYSTERESIS": 0.0, "ON_TURN": False, "A_PART": 64, "UNITS": 1, "BLOCK_S": 32, "PREFETCH": True,
     "SIZES": Sizes(SINK=16, SELECTED=32, WINDOW=16, H=8, G=4, S=32, C=64, A=64, BUDGET=64, G_BLOCK=4, C_BLOCK=64, A_BLOCK=64,
                    BUDGET_BLOCK=64, P_FEW=256, P_MANY=1024, P_BLOCK=1024),
 }
@@ -88,7 +88,7 @@ def first_accesses(name, kernel, **more):
     print(name, found[0], len(found))
 
 first_accesses("plan", plan._plan_pages, REST=False)
-first_accesses("plan", plan._plan_pages, REST=False, HYSTERESIS=1.4)
+first_accesses("plan", plan._plan_pages, REST=False, HYSTERESIS=1.4, ON_TURN=True)
 first_accesses("plan", plan._plan_pages, REST=False, SIZES=NUMBERS["SIZES"]._replace(A=128, A_BLOCK=128))
 first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64, p_stamp=None)
 first_accesses("rest", attend._attend_pages, REST=True, p_stamp=None)

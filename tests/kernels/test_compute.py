@@ -12,6 +12,7 @@ import triton.language as tl
 
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import attend, correction, reference, score, two_bit
+from sglang_freekv.kernels.candidates import Tables, Turn
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.two_bit import codes_of as two_bit_codes
 
@@ -108,6 +109,47 @@ def test_tiny_queries_are_clamped_as_torch_clamps_them():
         assert (corrected == expected).all()
 
 
+def turn_of(rows, H, index, *, size=4, attended=7, budget=7) -> Turn:
+    """Contexts of which some begin a page next; some entries are of absent pages. Lists and frames of rows that are not there say the same."""
+    batch, pages, num_rows = len(rows), 13, 14
+    seq_lens = torch.randint(1, size * pages, (batch,), device=DEVICE)
+    seq_lens[::3] = seq_lens[::3] // size * size + size
+    frames = torch.where(torch.rand(batch, pages) < 0.06, -1, 40).to(DEVICE, torch.int32)
+    listed = torch.randint(-1 - pages, 5, (num_rows, H, attended), device=DEVICE, dtype=torch.int32)
+    slots = (torch.arange(num_rows * H * 5, device=DEVICE, dtype=torch.int32) % pages).view(num_rows, H, 5)
+    tables = Tables(slots, listed, torch.arange(num_rows * 5, device=DEVICE, dtype=torch.int32).view(num_rows, 5))
+    parts = PageBudget(1, budget - 3, 2)
+    return Turn(seq_lens.to(index), frames, parts, size, tables, torch.empty(batch, H, dtype=torch.bool, device=DEVICE))
+
+
+@pytest.mark.parametrize("H, G, D, size, attended, budget", [(2, 3, 24, 4, 7, 7), (1, 4, 16, 5, 9, 6), (3, 1, 16, 1, 8, 8)])
+@pytest.mark.parametrize("index, tau", [(torch.int64, 0.7), (torch.int32, 0.7), (torch.int64, 2), (torch.int64, -2)])
+def test_a_query_is_remembered_by_the_kv_heads_that_select(H, G, D, size, attended, budget, index, tau):
+    rows = some_rows(9, 14, index)
+    queries, before = torch.randn(9, H * G, D, device=DEVICE), torch.randn(14, H * G, D, device=DEVICE)
+    distance = torch.tensor([0.5, 2], device=DEVICE).repeat(5)[:9]
+    before[rows] = queries + distance[:, None, None] * torch.randn_like(queries)
+    queries[2, 0], before[rows[4]] = torch.nan, torch.nan  # cosines that are no numbers
+    turn = turn_of(rows, H, index, size=size, attended=attended, budget=budget)
+    theirs, counts = turn._replace(selects=torch.empty_like(turn.selects)), torch.zeros(2, 14, 3, dtype=torch.int64, device=DEVICE)
+    got, expected = before.clone(), before.clone()
+    corrected = correction.needs_correction(wide(queries), rows, got, tau, counts[0], H, turn=turn)
+    assert torch.equal(corrected, reference.needs_correction(queries, rows, expected, tau, counts[1], H, turn=theirs))
+    assert torch.equal(turn.selects, theirs.selects) and torch.equal(*counts)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    for b, row in enumerate(rows.tolist()):
+        n = int(turn.seq_lens[b])
+        due = row > 0 and (n % size == 0 or (attended > budget and n <= attended * size))
+        for h in range(H):
+            entries = [-2 - entry for entry in turn.tables.attended[row, h].tolist() if entry < -1]
+            lost = row > 0 and any(turn.frames[b, page] < 0 for page in entries)
+            own = slice(h * G, h * G + G)
+            assert bool(turn.selects[b, h]) == (due or lost or bool(corrected[b, h]))
+            kept = before[row, own] if not (due or corrected[b, h]) else queries[b, own]
+            torch.testing.assert_close(got[row, own], kept, rtol=0, atol=0, equal_nan=True)
+    assert turn.selects.any() and not turn.selects[rows == 0].any()
+
+
 @SHAPES
 @pytest.mark.parametrize("programs", [1, 60, score.PROGRAMS])
 def test_scores_bound_the_logits_of_candidates_and_touch_no_other(H, G, D, programs, monkeypatch):
@@ -121,7 +163,15 @@ def test_scores_keep_to_the_candidates_of_any_budget(dtype, index, budget):
     check_scores(2, 3, 24, dtype, index, budget)
 
 
-def check_scores(H, G, D, dtype, index, budget):
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("H, G", [(2, 3), (3, 1)])
+def test_only_kv_heads_that_select_are_scored(H, G, share):
+    selects = torch.rand(9, H, device=DEVICE) < share
+    check_scores(H, G, 24, torch.float32, torch.int64, PageBudget(3, 4, 2), selects)
+    check_two_bit_scores(H, G, 24, 8, torch.float32, torch.int64, selects=selects)
+
+
+def check_scores(H, G, D, dtype, index, budget, selects=None):
     S, P, pool = 5, 150, 200
     pages = torch.tensor([150, 150, 1, 9, budget.sink + budget.window, 149, 77, 130, 150], device=DEVICE).clamp(max=P)
     seq_lens = ((pages - 1) * S + torch.tensor([1, S, 1, 2, S, 1, 3, 1, 4], device=DEVICE) - 1).clamp(min=1)
@@ -137,10 +187,12 @@ def check_scores(H, G, D, dtype, index, budget):
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype)
 
     arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
-    logits = score.score_pages(wide(queries), *arguments, scale=SHARPER * D**-0.5)
-    expected = reference.score_pages(queries, *arguments, scale=SHARPER * D**-0.5)
+    logits = score.score_pages(wide(queries), *arguments, scale=SHARPER * D**-0.5, selects=selects)
+    expected = reference.score_pages(queries, *arguments, scale=SHARPER * D**-0.5, selects=selects)
     written = candidate[:, None].expand(-1, H * G, -1)
-    assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
+    if selects is not None:
+        written = written & selects.repeat_interleave(G, 1)[..., None]
+    assert logits.shape == expected.shape and logits.dtype == torch.float32 and (written.any() or not selects.any())
     torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=2e-5)
     assert logits[~written].isnan().all()
 
@@ -176,7 +228,7 @@ def test_scores_by_two_bits_of_large_queries_are_finite(S):
     check_two_bit_scores(2, 3, 24, S, torch.float32, torch.int64, size=500.0)
 
 
-def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
+def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0, selects=None):
     P, pool, budget = 90, 120, PageBudget(3, 4, 2)
     pages = torch.tensor([90, 90, 1, 9, budget.sink + budget.window, 89, 77, 80, 90], device=DEVICE).clamp(max=P)
     seq_lens = ((pages - 1) * S + torch.tensor([1, S, 1, 2, S, 1, 3, 1, 4], device=DEVICE) - 1).clamp(min=1)
@@ -194,10 +246,12 @@ def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0):
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype) * size
 
     arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
-    logits = two_bit.score_two_bit(wide(queries), *arguments, scale=SHARPER * D**-0.5)
-    expected = reference.score_two_bit(queries, *arguments, scale=SHARPER * D**-0.5)
+    logits = two_bit.score_two_bit(wide(queries), *arguments, scale=SHARPER * D**-0.5, selects=selects)
+    expected = reference.score_two_bit(queries, *arguments, scale=SHARPER * D**-0.5, selects=selects)
     written = candidate[:, None].expand(-1, H * G, -1)
-    assert logits.shape == expected.shape and logits.dtype == torch.float32 and written.any()
+    if selects is not None:
+        written = written & selects.repeat_interleave(G, 1)[..., None]
+    assert logits.shape == expected.shape and logits.dtype == torch.float32 and (written.any() or not selects.any())
     tolerance = max(2e-5, SHARPER * 16 * torch.finfo(dtype).eps)  # keys are computed in the dtype
     torch.testing.assert_close(logits[written], expected[written], rtol=1e-5, atol=tolerance * size, equal_nan=size == 1)
     assert logits[~written].isnan().all()

@@ -90,8 +90,9 @@ class Sequences:
         residency=0.0,
         attended=None,
         hysteresis=0.0,
+        on_turn=False,
     ) -> None:
-        self.hysteresis = hysteresis
+        self.hysteresis, self.on_turn = hysteresis, on_turn
         self.budget, self.size, self.group, self.pooling, self.kind, self.ahead_first = budget, size, group, pooling, kind, ahead_first
         self.rows = torch.tensor(ROWS, dtype=ids, device=DEVICE)
         self.seq_lens = torch.tensor(lens, dtype=ids, device=DEVICE)
@@ -153,9 +154,22 @@ class Sequences:
         """``[B, 1]`` bool: the next token begins a page."""
         return (self.seq_lens % self.size == 0)[:, None]
 
+    @property
+    def due(self) -> torch.Tensor:
+        """``[B, 1]`` bool: kv heads that are not corrected select, too."""
+        width = self.ours.attended.shape[2]
+        by_memory = (width > self.budget.total) & (self.seq_lens <= width * self.size)
+        return self.begins | by_memory[:, None] | (not self.on_turn)
+
+    def selects(self, corrected: torch.Tensor) -> torch.Tensor:
+        """``[B, H]`` bool: kv heads that need scores in this step; those that have lost a page among them."""
+        entries = self.ours.attended[self.rows.long()]
+        frames = self.frames[:, None].expand(-1, H, -1).gather(2, (-2 - entries).clamp(min=0).long())
+        return REAL & (corrected | self.due | ((entries < -1) & (frames < 0)).any(-1))
+
     def given(self, logits: torch.Tensor) -> Candidates:
         where = logits, self.rows, self.seq_lens, self.page_table, self.frames, self.budget, self.size
-        return Candidates(*where, self.pooling, self.hysteresis)
+        return Candidates(*where, self.pooling, self.hysteresis, self.on_turn)
 
     def seed(self, logits: torch.Tensor) -> None:
         for seeding, state in ((seed_slots, self.ours), (reference.seed_slots, self.theirs)):
@@ -167,7 +181,7 @@ class Sequences:
         args = self.given(logits), heads, tables
         before = [table.clone() for table in tables]
         module.plan_pages(*args, state.reads, state.misses_now, state.misses_ahead, state.counts, **order)
-        self.assert_only_of(REAL & (corrected | state.lost | self.ahead_first), tables, before)
+        self.assert_only_of(REAL & (corrected | state.lost | (self.due & self.ahead_first)), tables, before)
         before, reads, now = (
             [table.clone() for table in tables],
             [part.clone() for part in state.reads[:3]],
@@ -175,7 +189,7 @@ class Sequences:
         )
         module.plan_rest(*args, state.misses_ahead, state.counts, **order)
         rest = corrected & self.begins | (~corrected if not self.ahead_first else state.lost)
-        self.assert_only_of(REAL & rest, tables, before)
+        self.assert_only_of(REAL & rest & self.due, tables, before)
         assert int(state.misses_now.length[0]) == now and all(torch.equal(a, b) for a, b in zip(state.reads, reads))
 
     def assert_only_of(self, heads: torch.Tensor, tables: tuple[torch.Tensor, ...], before: list[torch.Tensor]) -> None:
@@ -276,6 +290,8 @@ CASES = {
     "in-full-if-it-fits": SimpleNamespace(lens=[46, 9, 48, 33], budget=PageBudget(2, 4, 2), capacity=9, size=4, group=3, attended=12),
 }
 CASES |= {f"{name}-hysteresis": SimpleNamespace(**vars(CASES[name]), hysteresis=1.4) for name in ("slack", "max", "in-full-if-it-fits")}
+ON_TURN = ("no-slack", "slack", "from-one-token", "one-token-pages", "in-full-if-it-fits", "in-full-if-it-fits-hysteresis")
+CASES |= {f"{name}-on-turn": SimpleNamespace(**vars(CASES[name]), on_turn=True) for name in ON_TURN}
 
 
 @pytest.mark.parametrize("kind, residency", [("ties", 0.0), ("ties", 0.6), ("distinct", 0.3)])
@@ -288,20 +304,25 @@ def test_sequences_go_as_with_the_reference(case, kind, residency, ahead_first):
     for name in ("slot_pages", "attended"):
         assert torch.equal(getattr(run.ours, name), getattr(run.theirs, name)), name
     run.assert_sound(REAL)
-    recalled = lost = 0
+    recalled = lost = kept = 0
     for _ in range(STEPS):
         run.seq_lens += 1
         run.move(0.4)
         for state in (run.ours, run.theirs):
             state.empty()
         before, corrected, logits = run.tables(), some_heads(0.4), run.logits()
+        selects = run.selects(corrected)
+        logits = logits.where(selects.repeat_interleave(run.group, 1)[..., None], torch.nan)
         run.plan_both(logits, corrected)
         run.assert_alike()
         run.assert_read_is_sound(corrected, before, run.weights(logits, False))
-        run.assert_sound(REAL, run.weights(logits, True))
-        run.assert_only_of(REAL, tuple(run.tables().values()), list(before.values()))
+        run.assert_sound(REAL & (corrected | run.due), run.weights(logits, True))
+        run.assert_sound(selects)
+        run.assert_only_of(selects, tuple(run.tables().values()), list(before.values()))
+        kept += int((REAL & ~selects).sum())
         recalled += sum(len(units) for units in run.ours.listed())
         lost += int(run.ours.lost.sum())
+    assert (kept > 0) == (case.size > 1 and run.on_turn)
     assert recalled > 0 and (lost > 0) == (residency > 0) and run.ours.counts[ROWS, reference.RECALLED].sum() == recalled
 
 

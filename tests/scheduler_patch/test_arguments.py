@@ -14,12 +14,13 @@ MODEL = {"model_path": str(NEEDLE_MODEL), "device": "cpu", "random_seed": 1}
 OPTIONS = (
     "kv-retrieval", "freekv-preset", "freekv-budget", "freekv-sink", "freekv-window", "freekv-tau", "freekv-tau-by-layer", "freekv-device-cache", "freekv-dense-layers",
     "freekv-dense-below", "freekv-host-memory", "freekv-digest", "freekv-pooling", "freekv-recall", "freekv-host-layout",
-    "freekv-hysteresis",
+    "freekv-hysteresis", "freekv-selection",
 )  # fmt: skip
 CHOICES = {
     "freekv-preset": "fast",
     "freekv-digest": "min-max",
     "freekv-pooling": "max",
+    "freekv-selection": "on-turn",
     "freekv-recall": "copy-engine",
     "freekv-host-layout": "nhd",
 }
@@ -91,6 +92,8 @@ WRONG = {
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a finite number",
     ("--freekv-tau", "inf"): "--freekv-tau inf: expected a finite number",
     ("--freekv-resident-memory", "inf"): "--freekv-resident-memory inf: expected GiB, 0 or more",
+    ("--kv-retrieval", "louiskv", "--freekv-selection", "on-turn"): "--freekv-selection on-turn: expected every-step with --kv-retrieval "
+    "louiskv, which has its own rule of when to select; leave it out, or use --kv-retrieval freekv",
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
     "expected pages of a multiple of 8 tokens, but --page-size is 4); use --page-size 8",
@@ -187,7 +190,7 @@ def test_defaults(outcomes):
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9, "tau_by_layer": None,
-        "digest": "cuboid-mean", "pooling": "softmax-mean", "hysteresis": 0.0,
+        "digest": "cuboid-mean", "pooling": "softmax-mean", "hysteresis": 0.0, "selection": "every-step",
         "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
         "preset": DEFAULT_PRESET, "preset_set": list(PRESETS[DEFAULT_PRESET].settings),
