@@ -18,8 +18,7 @@ pytestmark = pytest.mark.both_releases
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
 TAUS = (0.65, 0.8, 0.65, -2.0, 0.5, 0.65, 2.0, 0.65)
-SETTINGS = {
-    "always-corrected-two-bit": OracleSettings(budget=192, sink=16, window=32, tau=2, page=8, digest="two-bit"),
+SETTINGS = {  # three, because three servers of the fleet run beside theirs, and memory holds six
     "never-corrected-small-pages": OracleSettings(
         budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max", dense_below=1024
     ),
@@ -115,8 +114,6 @@ def test_other_settings(servers, oracle, name):
     every_head = KV_HEADS * (LAYERS - len(settings.dense_layers)) * (NEW_TOKENS - 1)
     if isinstance(settings.tau, tuple):
         assert all(KV_HEADS * (NEW_TOKENS - 1) < count < every_head for count in corrected)  # those of one layer always, of another never
-    elif settings.tau > 1:  # non-speculative retrieval
-        assert corrected == [every_head] * len(corrected)
     elif settings.tau < -1:
         assert not any(corrected)
     else:
