@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import bench_kernels, frame_trials, replay, replay_kernels, replay_load, report, start
+from benchmarks.paper.methods.engine import Asking
 from benchmarks.replay import Controls, Replay, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report
@@ -78,14 +79,22 @@ def test_an_engine_does_what_the_load_says(controls):
     engine.retrieval.cache.check_integrity()
 
 
+def test_an_engine_whose_host_asks_follows_the_load_too(controls):
+    controls.set(Load(0.59, 0.21, candidates=320, selected=32))
+    engine = Engine(TIGHT, prompts=[330], steps=40, stream=InlineStream)
+    engine.retrieval.policy = Asking(**vars(engine.retrieval.policy))
+    engine.run(steps=40)
+    assert abs(engine.retrieval.counts.sum(0)[CORRECTED] / (40 * 3 * 2) - 0.59) < 0.12
+
+
 def test_layers_are_corrected_as_often_as_each_was_measured(controls):
     shares = (0.9, 0.1, 0.5)
     controls.set(Load(shares, 0.0, candidates=150, selected=32))
     engine = Engine(TIGHT, prompts=[160, 160], steps=60, stream=InlineStream)
     told, decide = [[], [], []], Replay.corrected
 
-    def listen(policy, layer, queries, rows, previous, *others):
-        flags = decide(policy, layer, queries, rows, previous, *others)
+    def listen(policy, layer, queries, rows, previous, *others, **options):
+        flags = decide(policy, layer, queries, rows, previous, *others, **options)
         assert previous is engine.retrieval.cache.layers[layer].previous_queries
         told[layer].append(flags)
         return flags

@@ -39,8 +39,8 @@ class OnTrigger(Replay):
 class Asking(Replay):
     """Tells the host which kv heads are corrected."""
 
-    def corrected(self, *args) -> torch.Tensor:
-        corrected = super().corrected(*args)
+    def corrected(self, *args, **options) -> torch.Tensor:
+        corrected = super().corrected(*args, **options)
         bool(corrected.any())
         return corrected
 
