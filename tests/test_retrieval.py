@@ -89,21 +89,24 @@ def _marked_by_slots(tables: Tables, rows: torch.Tensor, num_pages: int) -> torc
     return marks.scatter_(2, in_slots.where(in_slots >= 0, num_pages).long(), True)[..., :num_pages]
 
 
+def attended_with(resident: int, config: str, prompts: list[int], steps: int) -> torch.Tensor:
+    """The pages that each kv head attends to, step by step."""
+    engine = Engine(CONFIGS[config], prompts=prompts, steps=steps, stream=InlineStream, resident=resident)
+    engine.extend(engine.requests, [request.prompt for request in engine.requests])
+    rows, pages = torch.tensor([request.row for request in engine.requests]), []
+    for _ in range(steps):
+        engine.decode(engine.requests)
+        engine.retrieval.complete_all_transfers()
+        pages.append(torch.stack([layer.tables.pages(rows).sort().values for layer in engine.retrieval.cache.layers]))
+    return torch.stack(pages)
+
+
 @pytest.mark.parametrize("by", ["last selection", "slots"])
 def test_memory_has_no_say_in_hysteresis(by, monkeypatch):
     """Whatever is resident, the same pages are selected. The negative control favours what is in slots, which is not always selected."""
     if by == "slots":
         monkeypatch.setattr(Tables, "marked", _marked_by_slots)
-    seen = []
-    for resident in (0, 20, 400):
-        engine = Engine(CONFIGS["hysteresis-slack-max-pooling"], prompts=[64, 99], steps=17, stream=InlineStream, resident=resident)
-        engine.extend(engine.requests, [request.prompt for request in engine.requests])
-        rows, pages = torch.tensor([request.row for request in engine.requests]), []
-        for _ in range(17):
-            engine.decode(engine.requests)
-            engine.retrieval.complete_all_transfers()
-            pages.append(torch.stack([layer.tables.pages(rows).sort().values for layer in engine.retrieval.cache.layers]))
-        seen.append(torch.stack(pages))
+    seen = [attended_with(resident, "hysteresis-slack-max-pooling", [64, 99], steps=17) for resident in (0, 20, 400)]
     assert [torch.equal(seen[0], other) for other in seen[1:]] == [by == "last selection"] * 2
 
 
@@ -156,16 +159,7 @@ def test_what_a_selection_on_turn_needs(breaks, prompts, monkeypatch):
 
 
 def test_memory_has_no_say_in_what_is_selected_on_turn():
-    seen = []
-    for resident in (0, 20, 400):
-        engine = Engine(CONFIGS["on-turn-two-bit-slack"], prompts=[99, 150], steps=33, stream=InlineStream, resident=resident)
-        engine.extend(engine.requests, [request.prompt for request in engine.requests])
-        rows, pages = torch.tensor([request.row for request in engine.requests]), []
-        for _ in range(33):
-            engine.decode(engine.requests)
-            engine.retrieval.complete_all_transfers()
-            pages.append(torch.stack([layer.tables.pages(rows).sort().values for layer in engine.retrieval.cache.layers]))
-        seen.append(torch.stack(pages))
+    seen = [attended_with(resident, "on-turn-two-bit-slack", [99, 150], steps=33) for resident in (0, 20, 400)]
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
