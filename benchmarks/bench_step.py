@@ -18,7 +18,7 @@ from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import DEFAULT_PAGE_SIZE, DIGESTS, SELECTIONS, FreeKVConfig
+from sglang_freekv.config import DIGESTS, SELECTIONS, FreeKVConfig
 from sglang_freekv.decode_step import CORRECTING_PROGRAMS
 from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels import Candidates, Reads
@@ -29,6 +29,7 @@ from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream, Streams
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 from sglang_freekv.retrieval import Retrieval
 
 SHAPE = Shape.of("llama-3.1-8b")
@@ -168,18 +169,20 @@ def main() -> int:
     parser.add_argument("--missed", type=float, default=MISSED)
     parser.add_argument("--load", choices=LOADS, help="in the place of --corrected and --missed")
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
-    parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
+    parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
+    parser.add_argument("--page-size", type=int, help="in the place of the preset's")
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")
     parser.add_argument("--host-tokens", type=int, default=HOST_TOKENS, help="of each layer's host pool, from which page tables draw")
-    parser.add_argument("--digest", choices=DIGESTS, default=FreeKVConfig().digest)
+    parser.add_argument("--digest", choices=DIGESTS, help="in the place of the preset's")
     parser.add_argument("--selection", choices=SELECTIONS, default=FreeKVConfig().selection)
     parser.add_argument("--staggered", action="store_true", help="rows begin pages in different steps, as always with --selection on-turn")
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
-    config = FreeKVConfig(page_size=options.page_size, digest=options.digest, selection=options.selection)
+    given = {name: value for name in ("page_size", "digest") if (value := getattr(options, name)) is not None}
+    config = FreeKVConfig(**PRESETS[options.preset].settings | given, selection=options.selection)
     model, staggered = Decoder(SHAPE, DTYPE, DEVICE), options.staggered or config.selects_on_turn
-    usual = (options.page_size, options.digest) == (DEFAULT_PAGE_SIZE, FreeKVConfig().digest)
-    suffix = "" if usual else f"-page-{options.page_size}-{options.digest}"
+    suffix = "" if options.preset == DEFAULT_PRESET else f"-{options.preset}"
+    suffix += f"-page-{config.page_size}-{config.digest}" if given else ""
     suffix += f"-{config.selection}" if config.selects_on_turn else "-staggered" * staggered
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
     suffix += "" if options.load is None else f"-{options.load}"
