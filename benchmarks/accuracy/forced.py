@@ -91,4 +91,4 @@ def missing(trace: dict) -> list[float | None]:
     """By layer, the share of selected tokens that the step before did not read, of a trace as of ``Tally.summary``."""
     fields = (trace["by_layer"].get(name) for name in ("fetched", "selected"))
     both = zip(*(values or [] for values in fields))
-    return [None if selected is None else round(fetched / selected, DIGITS) for fetched, selected in both]
+    return [round(fetched / selected, DIGITS) if selected else None for fetched, selected in both]

@@ -44,6 +44,6 @@ class GainsCache:
         now = paid.where(self.trace.read, 0).sum(-1)
         pinned = paid[..., pages.layout.pinned(n, paid.device)].sum(-1)
         full = paid[..., : n // size * size].unflatten(-1, (-1, size)).sum(-1)
-        gained = now - pinned - full.gather(-1, ahead).sum(-1)
+        gained = now - pinned - full.where(pages.marked(ahead, n)[..., : full.shape[-1]], 0).sum(-1)
         self.samples.append(torch.stack((self.trace.similarity, gained), -1).flatten(0, 1).cpu())
         return output

@@ -82,6 +82,7 @@ class Trace:
         corrected: ``[B, H]`` bool, kv heads that chose anew before they attended.
         similarity: ``[B, H]`` group-mean cosine between this step's query and the last one's.
         selected: ``[B, H]`` tokens of ``attended`` that a selection chose; the others are read whatever their score.
+        waited: ``[B, H]`` tokens of ``attended`` that a correction chose and the selection ahead had not.
         read: bool, broadcast to ``[B, H, n]``, which tokens of the context each kv head read.
         mass: ``[B, H]`` share of dense attention that lies on them, where it is watched (``mass.py``).
     """
@@ -91,6 +92,7 @@ class Trace:
     corrected: torch.Tensor | None = None
     similarity: torch.Tensor | None = None
     selected: torch.Tensor | None = None
+    waited: torch.Tensor | None = None
     read: torch.Tensor | None = None
     mass: torch.Tensor | None = None
 

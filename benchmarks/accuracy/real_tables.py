@@ -11,6 +11,7 @@ from benchmarks.accuracy.rows import DENSE
 from benchmarks.report import markdown
 
 SHARES = {"mass": "dense mass read", "corrected": "heads corrected"}
+TOKENS = {"attended": "tokens attended", "fetched": "tokens fetched", "waited": "tokens waited for"}
 
 
 def shown(interval: Interval, digits: int = 4) -> str:
@@ -40,10 +41,11 @@ def row(result: dict, dense: dict | None) -> list:
     shares = [told(trace.get(name)) for name in SHARES]
     perplexity = math.exp(bootstrap([result["nll"]]).mean)
     measured = [f"{perplexity:.3f}", ratio(result, dense), shown(bootstrap([result["kl"]])), shown(bootstrap([result["agreement"]]), 3)]
-    return [result["method"], *measured, *shares, told(mean(missing(result["trace"]))), told(trace.get("attended"), 0)]
+    counts = [told(trace.get(name), 0) for name in TOKENS]
+    return [result["method"], *measured, *shares, told(mean(missing(result["trace"]))), *counts]
 
 
-HEADER = ["method", "perplexity", "of dense", "KL to dense", "top-1 as dense", *SHARES.values(), "pages missing", "tokens attended"]
+HEADER = ["method", "perplexity", "of dense", "KL to dense", "top-1 as dense", *SHARES.values(), "pages missing", *TOKENS.values()]
 
 
 def of_budget(results: list[dict], length: int, budget: int) -> str:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks.accuracy.method import Prompt, Trace
 
-FIELDS = ("attended", "fetched", "corrected", "similarity", "selected", "mass")
+FIELDS = ("attended", "fetched", "corrected", "similarity", "selected", "waited", "mass")
 DIGITS = 5
 
 

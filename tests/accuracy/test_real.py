@@ -121,7 +121,7 @@ def test_rows_are_means_over_texts_with_intervals_over_texts():
         "agreement": [0.5] * 4,
     }
     trace = {
-        "mean": {"mass": 0.9, "attended": 500.4},
+        "mean": {"mass": 0.9, "attended": 500.4, "fetched": 30.0},
         "by_layer": {"mass": [None, 0.9], "fetched": [None, 30.0], "selected": [None, 120.0]},
     }
     common = {"model": "m", "dtype": "float32", "texts": "t", "documents": 4, "steps": 8}
@@ -134,8 +134,10 @@ def test_rows_are_means_over_texts_with_intervals_over_texts():
 
     kl, ratio = ends(other["kl"]), np.exp(ends([0.1, 0.1, 0.1, 0.5]))
     cells = [f"{math.exp(2.2):.3f}", f"{math.exp(0.2):.4f} [{ratio[0]:.4f}, {ratio[1]:.4f}]", f"0.2500 [{kl[0]:.4f}, {kl[1]:.4f}]"]
-    assert f"| freekv | {' | '.join(cells)} | 0.500 [0.500, 0.500] | 0.900 | - | 0.250 | 500 |" in lines
-    full = lines.index("| full | 7.389 | 1.0000 [1.0000, 1.0000] | 0.0000 [0.0000, 0.0000] | 1.000 [1.000, 1.000] | - | - | - | - |")
+    assert f"| freekv | {' | '.join(cells)} | 0.500 [0.500, 0.500] | 0.900 | - | 0.250 | 500 | 30 | - |" in lines
+    full = lines.index(
+        "| full | 7.389 | 1.0000 [1.0000, 1.0000] | 0.0000 [0.0000, 0.0000] | 1.000 [1.000, 1.000] | - | - | - | - | - | - |"
+    )
     assert lines[full + 1].startswith("| freekv |") and "### Heads corrected, by layer" not in lines
     assert "| freekv | 8 | 512 | - | 0.25 |" in lines and "| freekv | 8 | 512 | - | 0.90 |" in lines
     assert kl[0] == bootstrap([other["kl"]]).low

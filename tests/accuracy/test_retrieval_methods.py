@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
@@ -63,6 +64,18 @@ FREEKV = {
     "freekv-tau-0.95": FreeKV(tau=0.95),
     "freekv-tau-1.00": FreeKV(tau=1.00),
 }
+NUMBERS = {"top-p": "top_p", "tail": "tail", "hysteresis": "hysteresis", "sink": "sink", "window": "window"}
+
+
+def named(name):
+    """The entry of a name that says numbers."""
+    said = {NUMBERS[words]: float(number) for words, number in re.findall(rf"({'|'.join(NUMBERS)})-([.0-9]+)", name)}
+    whole = {setting: number if setting in ("top_p", "hysteresis") else int(number) for setting, number in said.items()}
+    beyond = "in-hand" if "-in-hand" in name else "nothing"
+    return FreeKV(digest="two-bit", page=8, beyond=beyond, **({"sink": 16, "window": 32} | whole))
+
+
+FREEKV |= {name: named(name) for name in METHODS if re.search("-(top-p|tail|sink)-", name)}
 ENTRIES = FREEKV | {
     "quest": Quest(),
     "quest-page-8": Quest(page=8),
@@ -74,7 +87,7 @@ ENTRIES = FREEKV | {
     "clusterkv": ClusterKV(),
     "louiskv": LouisKV(),
 }
-COVERING = ENTRIES | {
+COVERING = {name: method for name, method in ENTRIES.items() if "-top-p-" not in name or "-in-hand" in name} | {
     "shadowkv": ShadowKV(rank=10**6, rank_share=1.0),
     "infinigen": InfiniGen(alpha=math.inf),
     "infinigen-0.30": InfiniGen(columns=0.3, alpha=math.inf),
@@ -170,10 +183,24 @@ def run(method, text, budget):
     return outputs, traces
 
 
-def attention(query, keys, values, tokens):
-    """[G, D] of queries [G, D] over the tokens of one kv head."""
-    tokens = sorted(tokens)
-    return torch.softmax(query @ keys[tokens].T * SCALE, dim=-1) @ values[tokens]
+def attention(query, keys, values, tokens, pseudo=()):
+    """[G, D] of queries [G, D] over the tokens of one kv head, and over lists of tokens that are as many times their mean."""
+    weight = torch.exp(query @ keys[sorted(tokens)].T * SCALE)
+    outcome, total = weight @ values[sorted(tokens)], weight.sum(-1, keepdim=True)
+    for each in pseudo:
+        weight = len(each) * torch.exp(query @ keys[each].mean(0) * SCALE)[:, None]
+        outcome, total = outcome + weight * values[each].mean(0), total + weight
+    return outcome / total
+
+
+def pseudo_tokens(tokens, n, budget, method):
+    """The candidates among n tokens that are not attended to, block by block."""
+    if getattr(method, "tail", None) is None:
+        return []
+    budget = own_budget(budget, method)
+    left = page_tokens(layout(n, budget)[1], budget.page, n) - tokens
+    blocks = [[token for token in sorted(left) if token // method.tail == number] for number in range(math.ceil(n / method.tail))]
+    return [block for block in blocks if block]
 
 
 def cosine(one, other):
@@ -252,23 +279,53 @@ def naive_arkvale(request, budget, method):
         yield chosen, None, None
 
 
-def freekv_select(query, keys, n, budget, method, last=()):
-    """Pages of one kv head for a context of n tokens. Those that the last selection attended to weigh more."""
+def mass_of_pinned(query, keys, n, budget):
+    """[query head] of sink and window of n tokens, as far as they have keys."""
+    sink, _, window = layout(n, budget)
+    pinned = [token for token in page_tokens([*sink, *window], budget.page, n) if token < len(keys)]
+    return [sum(math.exp(one @ keys[token] * SCALE) for token in pinned) for one in query]
+
+
+def freekv_select(query, keys, n, budget, method, last=(), in_hand=None):
+    """Pages of one kv head for a context of n tokens. Those that the last selection attended to weigh more.
+
+    ``in_hand`` are those that a correction finds there; None is a selection ahead.
+    """
     _, candidates, _ = layout(n, budget)
     scores = torch.tensor(page_scores(query, keys, candidates, budget.page, method.digest), dtype=torch.float64)
+    raw = scores / DIM**0.5
     if method.scaled:
-        scores = scores / DIM**0.5
+        scores = raw
     odds = [(scores[:, one] if method.pooling == "max" else torch.softmax(scores[:, one], dim=0)).tolist() for one in range(GROUP)]
     pool = {"softmax-mean": mean, "softmax-max": max, "max": max}[method.pooling]
     ranking = [pool(each) for each in zip(*odds)]
     if method.hysteresis:
         weights = ranking if method.pooling == "max" else [math.log(each) for each in ranking]
         ranking = [weight + method.hysteresis * (page in last) for weight, page in zip(weights, candidates)]
-    return [candidates[place] for place in best(ranking, (budget.total - budget.sink - budget.window) // budget.page)]
+    room = (budget.total - budget.sink - budget.window) // budget.page
+    if method.top_p is None or (method.beyond == "in-hand" and in_hand is None):
+        return [candidates[place] for place in best(ranking, room)]
+    pinned = mass_of_pinned(query, keys[: n - (in_hand is None)], n, budget)
+    wholes = [pinned[one] + raw[:, one].exp().sum().item() for one in range(GROUP)]
+    held, needed = mean([pinned[one] / wholes[one] for one in range(GROUP)]), []
+    for place in best(ranking, room):
+        if held >= method.top_p:
+            break
+        needed.append(candidates[place])
+        held += mean([raw[place, one].exp().item() / wholes[one] for one in range(GROUP)])
+    if method.beyond == "nothing":
+        return needed
+    rest = [candidates[place] for place in best(ranking, len(candidates)) if candidates[place] not in needed]
+    return (needed + [page for page in rest if page in in_hand] + [page for page in rest if page not in in_hand])[:room]
+
+
+def own_budget(budget, method):
+    own = {name: tokens for name in ("page", "sink", "window") if (tokens := getattr(method, name)) is not None}
+    return replace(budget, **own)
 
 
 def naive_freekv(request, budget, method):
-    budget = replace(budget, page=method.page or budget.page, sink=method.sink or budget.sink, window=method.window or budget.window)
+    budget = own_budget(budget, method)
     asked = list(request.queries[request.tokens - 1])
     ahead = [freekv_select(asked[head], request.keys[head], request.tokens + 1, budget, method) for head in range(HEADS)]
     sink, _, window = layout(request.tokens + 1, budget)
@@ -284,7 +341,9 @@ def naive_freekv(request, budget, method):
                 last[head] = {*sink, *ahead[head], *window}
             similarity.append(mean([cosine(one, other) for one, other in zip(query, asked[head])]))
             corrected.append(method.correction and similarity[head] < method.tau)
-            numbers = freekv_select(query, keys, at + 1, budget, method, last[head]) if corrected[head] else ahead[head]
+            numbers = ahead[head]
+            if corrected[head]:
+                numbers = freekv_select(query, keys, at + 1, budget, method, last[head], ahead[head])
             last[head] = {*sink, *numbers, *window}
             chosen.append(page_tokens([*sink, *numbers, *window], budget.page, at + 1))
             if method.selection == "on-turn" and (at + 1) % budget.page:
@@ -430,7 +489,12 @@ CASES = {
     "clusterkv": (naive_clusterkv, ClusterKV(cluster=8, iterations=6, period=16)),
     "louiskv": (naive_louiskv, LouisKV(iterations=6)),
     "louiskv-rare": (naive_louiskv, LouisKV(tau=0.5, iterations=3)),
-} | {name: (naive_freekv, method) for name, method in FREEKV.items() if method.tau in (0.9, 0.8)}
+    "need": (naive_freekv, named("top-p-0.5")),  # random keys are so alike that more would fill the budget
+    "need-hysteresis-tail": (naive_freekv, named("top-p-0.5-hysteresis-0.7-tail-32")),
+    "need-in-hand": (naive_freekv, named("top-p-0.5-in-hand")),
+    "need-in-hand-hysteresis": (naive_freekv, named("top-p-0.4-in-hand-hysteresis-0.7")),
+    "need-in-hand-on-turn": (naive_freekv, replace(named("top-p-0.5-in-hand"), selection="on-turn")),
+} | {name: (naive_freekv, method) for name, method in FREEKV.items() if method.tau in (0.9, 0.8) and method.top_p is None}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -455,7 +519,8 @@ def test_method_follows_its_definition(name, device, reads):
                 assert trace.corrected[row].tolist() == corrected
                 assert trace.similarity[row].tolist() == pytest.approx(similarity, abs=1e-5)
             for head in range(HEADS):
-                expected = attention(request.queries[at, head], request.keys[head], request.values[head], chosen[head])
+                pseudo = pseudo_tokens(chosen[head], at + 1, BUDGET, method)
+                expected = attention(request.queries[at, head], request.keys[head], request.values[head], chosen[head], pseudo)
                 found = outputs[index][row, head * GROUP : (head + 1) * GROUP]
                 torch.testing.assert_close(found.cpu().double(), expected, atol=2e-5, rtol=1e-4)
             before = chosen
@@ -466,6 +531,42 @@ def test_cases_turn_and_keep_their_choice():
     for name in ("freekv", "louiskv", "louiskv-rare"):
         _, traces = run(CASES[name][1], Text.random(300, seed=len(name)), BUDGET)
         assert 0.1 < torch.stack([trace.corrected.float().mean() for trace in traces]).mean() < 0.9, name
+
+
+RECIPE = METHODS["freekv-two-bit-narrow-page-8"]
+WIDER = Budget(total=192, sink=16, window=32, page=16)
+
+
+def test_a_kv_head_attends_to_what_it_needs():
+    """A share that is higher takes more, kv heads differ, and no page is needed if sink and window hold the share."""
+    text = Text.random(300)
+    counts = [torch.stack([trace.attended for trace in run(RECIPE(top_p=p), text, WIDER)[1]]) for p in (1e-6, 0.5, 0.9, 0.999999)]
+    fixed = torch.stack([trace.attended for trace in run(RECIPE(), text, WIDER)[1]])
+    assert all((less <= more).all() and (less < more).any() for less, more in zip(counts, counts[1:]))
+    assert (counts[0] <= 16 + 32).all() and counts[2].unique().numel() > 8 and torch.equal(counts[3], fixed)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.6}, {"top_p": 0.6, "beyond": "in-hand"}], ids=str)
+def test_a_correction_waits_for_what_was_not_selected_ahead(settings, reads):
+    text, total = Text.random(300), 0
+    cache = RECIPE(**settings).begin(text.prompt, WIDER)
+    for step in text.steps:
+        ahead, n = cache.ahead.clone(), step.position + 1
+        cache.attend(step)
+        for row, head in ((row, head) for row in range(BATCH) for head in range(HEADS)):
+            in_hand = page_tokens([*range(2), *ahead[row, head].tolist(), *range(math.ceil(n / 8) - 4, n)], 8, n)
+            assert cache.trace.waited[row, head] == len(reads[-1][row][head] - in_hand)
+            assert cache.trace.corrected[row, head] or not cache.trace.waited[row, head]
+        total += cache.trace.waited.sum()
+    assert total > 0
+
+
+def test_what_is_in_hand_saves_waiting_and_fills_the_budget():
+    text = Text.random(300)
+    (_, plain), (_, thrifty) = (run(RECIPE(**settings), text, WIDER) for settings in ({}, {"top_p": 0.6, "beyond": "in-hand"}))
+    waited = [sum(trace.waited.sum() for trace in traces) for traces in (plain, thrifty)]
+    assert 0 < waited[1] < 0.8 * waited[0]
+    assert all(torch.equal(one.attended, other.attended) for one, other in zip(plain, thrifty))
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -552,6 +653,8 @@ def test_no_step_reads_more_than_the_budget(name, budget):
     _, traces = run(method, Text.random(397), budget)
     for generated, trace in enumerate(traces, start=1):
         assert trace.attended.max() <= budget.total + beside_budget(method, generated)
+    if "-top-p-" in name and "-in-hand" not in name:
+        return
     full = {"infinigen": 10}.get(name, budget.total - (0 if name.startswith(("clusterkv", "louiskv")) else budget.page))
     assert traces[-1].attended.min() >= full
 
@@ -615,6 +718,12 @@ def test_entries_are_the_settings_that_their_names_say():
         (lambda: FreeKV(digest="mean"), "expected one of min-max, cuboid-mean, two-bit"),
         (lambda: FreeKV(selection="never"), "expected one of every-step, on-turn"),
         (lambda: FreeKV(selection="on-turn", early=True), "selection on-turn with early: expected every-step"),
+        (lambda: FreeKV(digest="two-bit", top_p=1.0), "^top_p 1.0: expected above 0 and below 1, or None$"),
+        (lambda: FreeKV(top_p=0.9), "^top_p with digest cuboid-mean: expected two-bit, because [^\n]*$"),
+        (lambda: FreeKV(digest="two-bit", top_p=0.9, beyond="all"), "^beyond all: expected one of nothing, in-hand$"),
+        (lambda: FreeKV(digest="two-bit", beyond="in-hand"), "^beyond in-hand without top_p: expected top_p, because [^\n]*$"),
+        (lambda: FreeKV(tail=0).begin(Text.random(300).prompt, BUDGET), "^tail 0: expected a multiple of 16, the page$"),
+        (lambda: FreeKV(tail=24).begin(Text.random(300).prompt, BUDGET), "^tail 24: expected a multiple of 16, the page$"),
         (lambda: InfiniGen(columns=0), "expected columns above 0"),
         (lambda: LouisKV(tau=2), "expected -1 to 1"),
         (lambda: FreeKV().begin(Text.random(300).prompt, Budget(129, 16, 32, 16)), "multiples of page"),

@@ -21,8 +21,38 @@ from .shadowkv import ShadowKV
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 
-TWO_BIT_FINE = {"digest": "two-bit", "page": 8, "sink": 16, "window": 32}
-ON_TURN = TWO_BIT_FINE | {"selection": "on-turn"}
+TWO_BIT = {"digest": "two-bit", "page": 8}
+RECIPE = TWO_BIT | {"sink": 16, "window": 32}
+ON_TURN, IN_HAND = {"selection": "on-turn"}, {"beyond": "in-hand"}
+BESIDE_RECIPE: dict[str, dict] = {
+    "hysteresis": {"hysteresis": 1.4},
+    "hysteresis-0.70": {"hysteresis": 0.7},
+    "on-turn": ON_TURN,
+    "on-turn-tau-0.85": ON_TURN | {"tau": 0.85},
+    "on-turn-tau-0.80": ON_TURN | {"tau": 0.8},
+    "on-turn-tau-0.80-hysteresis-0.70": ON_TURN | {"tau": 0.8, "hysteresis": 0.7},
+    "on-turn-tau-0.80-hysteresis": ON_TURN | {"tau": 0.8, "hysteresis": 1.4},
+    "top-p-0.90": {"top_p": 0.9},
+    "top-p-0.95": {"top_p": 0.95},
+    "top-p-0.98": {"top_p": 0.98},
+    "top-p-0.99": {"top_p": 0.99},
+    "top-p-0.90-hysteresis-0.70": {"top_p": 0.9, "hysteresis": 0.7},
+    "top-p-0.95-hysteresis-0.70": {"top_p": 0.95, "hysteresis": 0.7},
+    "top-p-0.98-hysteresis-0.70": {"top_p": 0.98, "hysteresis": 0.7},
+    "top-p-0.99-hysteresis-0.70": {"top_p": 0.99, "hysteresis": 0.7},
+    "top-p-0.80-in-hand": IN_HAND | {"top_p": 0.8},
+    "top-p-0.90-in-hand": IN_HAND | {"top_p": 0.9},
+    "top-p-0.95-in-hand": IN_HAND | {"top_p": 0.95},
+    "top-p-0.90-in-hand-hysteresis-0.70": IN_HAND | {"top_p": 0.9, "hysteresis": 0.7},
+    "top-p-0.95-in-hand-hysteresis-0.70": IN_HAND | {"top_p": 0.95, "hysteresis": 0.7},
+    "tail-8": {"tail": 8},
+    "tail-32": {"tail": 32},
+    "tail-128": {"tail": 128},
+    "tail-8192": {"tail": 8192},
+    "top-p-0.95-tail-128": {"top_p": 0.95, "tail": 128},
+    "top-p-0.95-in-hand-tail-128": IN_HAND | {"top_p": 0.95, "tail": 128},
+    "top-p-0.95-in-hand-hysteresis-0.70-tail-128": IN_HAND | {"top_p": 0.95, "hysteresis": 0.7, "tail": 128},
+}
 
 METHODS: dict[str, Callable[..., Method]] = {
     "full": Full,
@@ -50,19 +80,16 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv-narrow-page-16": partial(FreeKV, page=16, sink=16, window=32),
     "freekv-narrow-page-8": partial(FreeKV, page=8, sink=16, window=32),
     "freekv-two-bit": partial(FreeKV, digest="two-bit"),
-    "freekv-two-bit-page-8": partial(FreeKV, digest="two-bit", page=8),
-    "freekv-two-bit-narrow-page-8": partial(FreeKV, **TWO_BIT_FINE),
+    "freekv-two-bit-page-8": partial(FreeKV, **TWO_BIT),
+    "freekv-two-bit-narrow-page-8": partial(FreeKV, **RECIPE),
+    "freekv-two-bit-page-8-sink-0-window-16": partial(FreeKV, **TWO_BIT, sink=0, window=16),
+    "freekv-two-bit-page-8-sink-8-window-16": partial(FreeKV, **TWO_BIT, sink=8, window=16),
+    "freekv-two-bit-page-8-sink-16-window-16": partial(FreeKV, **TWO_BIT, sink=16, window=16),
+    "freekv-two-bit-page-8-sink-16-window-64": partial(FreeKV, **TWO_BIT, sink=16, window=64),
     "freekv-max-narrow-page-8": partial(FreeKV, pooling="max", page=8, sink=16, window=32),
     "freekv-max-pool": partial(FreeKV, pooling="softmax-max"),
     "freekv-hysteresis": partial(FreeKV, hysteresis=1.4),
-    "freekv-two-bit-page-8-hysteresis": partial(FreeKV, digest="two-bit", page=8, hysteresis=1.4),
-    "freekv-two-bit-narrow-page-8-hysteresis": partial(FreeKV, **TWO_BIT_FINE, hysteresis=1.4),
-    "freekv-two-bit-narrow-page-8-hysteresis-0.70": partial(FreeKV, **TWO_BIT_FINE, hysteresis=0.7),
-    "freekv-two-bit-narrow-page-8-on-turn": partial(FreeKV, **ON_TURN),
-    "freekv-two-bit-narrow-page-8-on-turn-tau-0.85": partial(FreeKV, **ON_TURN, tau=0.85),
-    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80": partial(FreeKV, **ON_TURN, tau=0.8),
-    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis-0.70": partial(FreeKV, **ON_TURN, tau=0.8, hysteresis=0.7),
-    "freekv-two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis": partial(FreeKV, **ON_TURN, tau=0.8, hysteresis=1.4),
+    "freekv-two-bit-page-8-hysteresis": partial(FreeKV, **TWO_BIT, hysteresis=1.4),
     "freekv-early-query": partial(FreeKV, early=True),
     "freekv-unscaled": partial(FreeKV, scaled=False),
     "freekv-tau-0.70": partial(FreeKV, tau=0.70),
@@ -71,3 +98,4 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv-tau-0.95": partial(FreeKV, tau=0.95),
     "freekv-tau-1.00": partial(FreeKV, tau=1.00),
 }
+METHODS |= {f"freekv-two-bit-narrow-page-8-{name}": partial(FreeKV, **(RECIPE | settings)) for name, settings in BESIDE_RECIPE.items()}

@@ -37,9 +37,14 @@ def weights(query: torch.Tensor, keys: torch.Tensor, scale: float, bias: torch.T
         keys: ``[B, H, N, D]``.
         bias: broadcast to ``[B, H, N]``, added to the logits: -inf hides a token, log(m) makes it count as m tokens.
     """
+    return logits(query, keys, scale, bias).softmax(-1)
+
+
+def logits(query: torch.Tensor, keys: torch.Tensor, scale: float, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``[B, H, G, N]`` float32, of which ``weights`` are the softmax."""
     grouped = query.unflatten(1, (keys.shape[1], -1)).float()
-    logits = grouped @ keys.float().mT * scale
-    return torch.softmax(logits if bias is None else logits + bias.unsqueeze(-2), dim=-1)
+    found = grouped @ keys.float().mT * scale
+    return found if bias is None else found + bias.unsqueeze(-2)
 
 
 def output(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
-from .gather import Growing, Kept, marked, output, pick, weights
+from .gather import Growing, Kept, logits, marked, output, pick
 
+NONE = -1  # stands for no page in a selection
 Digest = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
@@ -57,6 +59,13 @@ class Context:
         return torch.where(generated, pick(tail, (tokens - border).clamp(min=0)), picked)
 
 
+class Pseudo(NamedTuple):
+    """Tokens that stand for others: ``logits [B, H, G, N]`` float32 of a step's query, and ``values [B, H, N, D]``."""
+
+    logits: torch.Tensor
+    values: torch.Tensor
+
+
 class Reader:
     """Attention over chosen tokens of a context, and the record of what each step read.
 
@@ -68,16 +77,22 @@ class Reader:
         self.context, self.scale = context, scale
         self._read = kept.expand(*context.prompt[0].shape[:3])
 
-    def attend(self, query: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, Trace]:
+    def attend(
+        self, query: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor | None = None, beside: Pseudo | None = None
+    ) -> tuple[torch.Tensor, Trace]:
         """Output ``[B, Hq, D]`` of queries of that shape, and the counts.
 
         Args:
             tokens: ``[B, H, N]`` numbers, each at most once; the new token is one of them.
             valid: ``[B, H, N] bool`` which of them count; None is all.
+            beside: pseudo-tokens that are attended to as well, and not counted.
         """
         keys, values = self.context.take(tokens)
         bias = None if valid is None else torch.zeros(valid.shape, device=valid.device).masked_fill_(~valid, -torch.inf)
-        return output(weights(query, keys, self.scale, bias), values), self._record(tokens, valid)
+        odds = logits(query, keys, self.scale, bias)
+        if beside is not None:
+            odds, values = torch.cat((odds, beside.logits), dim=-1), torch.cat((values, beside.values.to(values.dtype)), dim=2)
+        return output(odds.softmax(-1), values), self._record(tokens, valid)
 
     def _record(self, tokens: torch.Tensor, valid: torch.Tensor | None) -> Trace:
         n = self.context.count
@@ -189,24 +204,41 @@ class Pages:
         """``[B, H, G, C]`` of each candidate page of n tokens, for queries ``[B, H, G, D]``."""
         return self.score(query, *(digests.data[:, :, self.layout.candidates(n)] for digests in self._digests))
 
+    def pinned_logits(self, query: torch.Tensor, n: int) -> torch.Tensor:
+        """``[B, H, G, 1]`` the logarithm of the mass of sink and window of n tokens, as far as they are there, for queries ``[B, H, G, D]``."""
+        pinned = self.layout.pinned(n, query.device)
+        keys = self.context.keys(pinned[: len(pinned) - (n - self.context.count)])
+        return (query @ keys.float().mT * self._reader.scale).logsumexp(-1, keepdim=True)
+
+    def marked(self, pages: torch.Tensor, n: int) -> torch.Tensor:
+        """``[B, H, P]`` bool: which pages of n tokens are among the pages ``[B, H, K]``."""
+        count = -(-n // self.layout.page)
+        return marked(pages.where(pages != NONE, count), count)
+
     def kept(self, pages: torch.Tensor, before: int, n: int) -> torch.Tensor:
         """``[B, H, C]`` bool: which candidates of n tokens were attended to with the pages ``[B, H, K]`` in a context of ``before`` tokens."""
-        attended = marked(pages, -(-n // self.layout.page))
+        attended = self.marked(pages, n)
         attended[..., self.layout.candidates(before).stop :] = True
         return attended[..., self.layout.candidates(n)]
 
     def best(self, ranking: torch.Tensor) -> torch.Tensor:
-        """Pages ``[B, H, K]`` of the highest ranking ``[B, H, C]`` among the candidates; of equal ones the lower number wins."""
-        order = ranking.sort(dim=-1, descending=True, stable=True).indices
-        return order[..., : self.layout.selected] + self.layout.sink
+        """Pages ``[B, H, K]`` of the highest ranking ``[B, H, C]`` among the candidates."""
+        return self.ordered(ranking)[..., : self.layout.selected] + self.layout.sink
 
-    def attend(self, query: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, Trace]:
-        """Attention ``[B, Hq, D]`` over sink, window and the pages ``[B, H, K]``."""
+    @staticmethod
+    def ordered(ranking: torch.Tensor) -> torch.Tensor:
+        """Places ``[B, H, C]`` from the highest ranking to the lowest; of equal ones the lower number wins."""
+        return ranking.sort(dim=-1, descending=True, stable=True).indices
+
+    def attend(self, query: torch.Tensor, pages: torch.Tensor, beside: Pseudo | None = None) -> tuple[torch.Tensor, Trace]:
+        """Attention ``[B, Hq, D]`` over sink, window and the pages ``[B, H, K]``; see ``Reader.attend``."""
         size = self.layout.page
         pinned = self.layout.pinned(self.context.count, pages.device).expand(*pages.shape[:2], -1)
         chosen = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(2)
-        attended, trace = self._reader.attend(query, torch.cat((pinned, chosen), dim=-1))
-        return attended, replace(trace, selected=torch.full_like(trace.attended, chosen.shape[-1]))
+        there = (pages != NONE).repeat_interleave(size, dim=-1)
+        valid = torch.cat((torch.ones_like(pinned, dtype=torch.bool), there), dim=-1)
+        attended, trace = self._reader.attend(query, torch.cat((pinned, chosen.clamp(min=0)), dim=-1), valid, beside)
+        return attended, replace(trace, selected=there.sum(-1))
 
 
 class Blocking:
