@@ -8,15 +8,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from benchmarks.accuracy.method import Budget, Method
-from benchmarks.accuracy.methods.razor import (
-    ECHO_SHARE,
-    INDUCTION_SHARE,
-    RazorAttention,
-    comparable_share,
-    repetition_scores,
-    retrieval_heads,
-)
+from benchmarks.accuracy.method import Method
+from benchmarks.accuracy.methods.razor import RazorAttention, repetition_scores, retrieval_heads
 from benchmarks.accuracy.model import OfflineModel
 
 PERIOD, REPEATS = 2500, 4  # the paper's
@@ -34,15 +27,12 @@ class Fitting:
     def __init__(self, model: OfflineModel, dense_layers: int, period: int = PERIOD) -> None:
         self.model, self.dense_layers, self.period = model, dense_layers, period
 
-    def fit(self, entry: Method | Callable[[], Method], budget: Budget, tokens: int) -> Method:
-        """A method is taken as it is, and whatever else makes one is called; RazorAttention gets as many retrieval heads as let the
-        mean kv head read the budget of so many tokens."""
+    def fit(self, entry: Method | Callable[[], Method]) -> Method:
+        """A method is taken as it is, and whatever else makes one is called; RazorAttention gets its paper's share of retrieval heads, of
+        the layers where it acts."""
         if entry is not RazorAttention:
             return entry() if callable(entry) else entry
-        share, scores = comparable_share(budget, tokens), self._repetition_scores
-        count = sum(len(echo) for echo, _ in scores)
-        by_echo = 0 if share == 1 else round(share * count * ECHO_SHARE / (INDUCTION_SHARE + ECHO_SHARE))
-        heads = retrieval_heads(scores, share - by_echo / count, by_echo / count)
+        heads = retrieval_heads(self._repetition_scores)
         dense = tuple(True for _ in heads[0])
         return RazorAttention((dense,) * self.dense_layers + heads)
 

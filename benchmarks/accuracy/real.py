@@ -79,7 +79,7 @@ class Grid:
                 key, budget = f"{length}/{'all' if name == DENSE else total}/{name}", budget_of(total, options.page)
                 if not wanted(key):
                     continue
-                method = self.fitting.fit(entry, budget, length)
+                method = self.fitting.fit(entry)
                 identity = self.common | {"length": length, "method": name, "settings": repr(method)}
                 identity |= {"budget": None if name == DENSE else asdict(budget)}
                 if options.force or not is_done(results, key, identity):
@@ -89,7 +89,7 @@ class Grid:
     def methods(self, work: Work) -> list[Method]:
         """One for each layer."""
         dense, layers = self.options.dense_layers, self.fitting.model.layers
-        full = self.fitting.fit(METHODS[DENSE], work.budget, work.identity["length"])
+        full = self.fitting.fit(METHODS[DENSE])
         return [full] * dense + [work.method] * (layers - dense)
 
 

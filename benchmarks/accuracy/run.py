@@ -99,7 +99,7 @@ def works_of(cell: Cell, entries: dict, fitting: Fitting, options, common: dict,
             key, budget = cell.key(total, name), budget_of(total, options.page)
             if not wanted(key):
                 continue
-            method = fitting.fit(entry, budget, cell.length)
+            method = fitting.fit(entry)
             identity = common | {"task": cell.task, "length": cell.length, "method": name, "digest": cell.digest, "settings": repr(method)}
             identity |= {"budget": None if name == DENSE else asdict(budget)}
             if options.force or not is_done(results, key, identity):
@@ -122,7 +122,7 @@ def main(methods: dict[str, Method | Callable[[], Method]] = METHODS) -> int:
     asked = {name: method for name, method in asked.items() if any(fnmatch(name, pattern) for pattern in options.methods)}
     model = OfflineModel(options.model, options.device, DTYPES[dtype])
     fitting = Fitting(model, options.dense_layers)
-    full = fitting.fit(methods[DENSE], budget_of(max(options.budgets), options.page), max(options.lengths))
+    full = fitting.fit(methods[DENSE])
     wanted = chosen(options)
     cells = [Cell.ask(task, length, options.prompts, options.seed) for length in options.lengths for task in options.tasks]
     planned = [(cell, works_of(cell, asked, fitting, options, common, wanted, report.results)) for cell in cells]

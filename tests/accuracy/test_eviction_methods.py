@@ -12,7 +12,7 @@ from benchmarks.accuracy.methods import gather
 from benchmarks.accuracy.methods.full import Full
 from benchmarks.accuracy.methods.h2o import H2O, heaviness
 from benchmarks.accuracy.methods.raas import RaaS
-from benchmarks.accuracy.methods.razor import RazorAttention, comparable_share, repetition_scores, retrieval_heads
+from benchmarks.accuracy.methods.razor import RazorAttention, repetition_scores, retrieval_heads
 from benchmarks.accuracy.methods.snapkv import SnapKV
 from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
 
@@ -322,13 +322,6 @@ def test_heads_that_repeat_are_retrieval_heads():
     assert {(layer, head) for layer in range(4) for head in range(4) if mask[layer][head]} == set(special)
     by_induction = retrieval_heads(scores, induction_share=2 / 16, echo_share=0.0)
     assert {(layer, head) for layer in range(4) for head in range(4) if by_induction[layer][head]} == {(1, 0), (3, 3)}
-
-
-def test_comparable_share_makes_the_mean_head_read_the_budget():
-    budget = Budget(total=512, sink=128, window=128)
-    share = comparable_share(budget, 4096)
-    assert share * 4096 + (1 - share) * (128 + 128 + 1) == pytest.approx(512)
-    assert comparable_share(budget, 300) == 1.0
 
 
 @pytest.mark.parametrize(

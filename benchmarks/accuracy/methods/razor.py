@@ -13,7 +13,7 @@ from benchmarks.accuracy.method import Budget, Prompt, Step, Trace
 
 from .gather import Kept, Sliding, output, prompt_weights, weights
 
-INDUCTION_SHARE, ECHO_SHARE = 0.14, 0.01  # of all heads
+INDUCTION_SHARE, ECHO_SHARE = 0.14, 0.01  # of all heads: 15%, as in the speed tables (paper/methods/razor.py)
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RazorAttention:
     The compensation token of a head is the mean of the keys, after RoPE, and of the values that it has dropped, and counts in the
     softmax as often as there are tokens in it (equations 4 and 5). The paper compresses a prompt once; here tokens that leave the
     window while decoding join the mean. The paper's window is a fifth of the context but at least 4000 tokens; here it is the
-    budget's, and the rest of the budget is what retrieval heads use up: ``comparable_share`` says how many there may be.
+    budget's. Retrieval heads read everything whatever the budget, so that the mean kv head reads more than it.
 
     Args:
         retrieval: retrieval heads, per layer and kv head, as from ``retrieval_heads``.
@@ -134,12 +134,3 @@ def retrieval_heads(
     for each, count in ((induction, max(1, round(induction_share * echo.numel()))), (echo, round(echo_share * echo.numel()))):
         chosen[each.flatten().topk(count).indices] = True
     return tuple(tuple(layer) for layer in chosen.view_as(echo).tolist())
-
-
-def comparable_share(budget: Budget, tokens: int) -> float:
-    """Share of retrieval heads with which the mean kv head reads ``budget.total`` of so many tokens; 1 if the budget covers them.
-
-    At the paper's 15% a head reads 0.15 of the context and more; shares for ``retrieval_heads`` are 14 and 1 parts of 15 of this.
-    """
-    others = budget.sink + budget.window + 1
-    return min(1.0, (budget.total - others) / max(1, tokens - others))
