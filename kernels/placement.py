@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, ordered, unordered, weigh
+from sglang_freekv.kernels.select_in_parts import threshold_in_parts, weigh_in_parts
 
 
 @triton.jit
@@ -23,10 +24,8 @@ def choose(p_group, p_scratch, p_tables, p_held, sizes, SIZES: tl.constexpr, POO
     num_candidates, num_chosen = num_pages - SIZES.WINDOW - SIZES.SINK, 0
     if SIZES.P_FEW == SIZES.P_BLOCK or num_candidates <= SIZES.P_FEW:
         num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_FEW)
-    elif SIZES.P_MANY < SIZES.P_BLOCK and num_candidates <= SIZES.P_MANY:
-        num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_MANY)
     else:
-        num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_BLOCK)
+        num_chosen = _choose_in_parts(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_FEW)
     return num_chosen
 
 
@@ -65,6 +64,47 @@ def _choose_among(
     tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)
     b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
     tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)
+    return num_chosen
+
+
+@triton.jit
+def _choose_in_parts(
+    p_group, p_scratch, p_tables, p_held, sizes, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr, PART: tl.constexpr
+):
+    """As ``choose``, with any number of candidates, ``PART`` at a time."""
+    num_pages, P, most, held = sizes
+    p_marks, end = p_scratch + P, tl.minimum(num_pages - SIZES.WINDOW, P)
+    weigh_in_parts(p_group, p_scratch, end, P, SIZES, POOLING, PART)
+    tl.debug_barrier()
+    if HYSTERESIS > 0:
+        _favour_last(p_scratch, p_tables, end, SIZES, HYSTERESIS)
+        tl.debug_barrier()
+    low, fitting = threshold_in_parts(p_scratch, SIZES.SINK, end, most, PART)
+    by_mark = False
+    if p_held is not None:
+        by_mark = held
+        if held:
+            for first in range(SIZES.SINK, end, PART):
+                o_p = first + tl.arange(0, PART)
+                m_candidate = o_p < end
+                tl.store(p_marks + o_p, 0, mask=m_candidate)
+            tl.debug_barrier()
+            _mark_held(p_marks, p_held, end, SIZES)
+            tl.debug_barrier()
+    num_chosen, num_equal = 0, 0
+    for first in range(SIZES.SINK, end, PART):
+        o_p = first + tl.arange(0, PART)
+        m_candidate = o_p < end
+        b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
+        b_equal = (b_weight == low).to(tl.int32)
+        m_chosen = (b_weight > low) | ((b_equal != 0) & (num_equal + tl.cumsum(b_equal, 0) <= fitting))
+        num_equal += tl.sum(b_equal, 0)
+        if by_mark:
+            m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0
+        tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)
+        b_rank = num_chosen + tl.cumsum(m_chosen.to(tl.int32), 0) - 1
+        tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)
+        num_chosen += tl.sum(m_chosen.to(tl.int32), 0)
     return num_chosen
 
 

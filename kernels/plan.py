@@ -14,7 +14,7 @@ from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.placement import choose, diff, evict, keep, list_misses, mark_fixed, publish
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.select import due, launch_of, most_to_choose, sizes_of
+from sglang_freekv.kernels.select import due, most_to_choose, sizes_of
 
 HITS, RECALLED = tl.constexpr(reference.HITS), tl.constexpr(reference.RECALLED)
 MOST_AT_ONCE = 512  # required pages that are looked up together; their counts have ten bits each
@@ -90,7 +90,8 @@ def _launch(
         POOLING=candidates.pooling,
         HYSTERESIS=float(candidates.hysteresis),
         ON_TURN=candidates.on_turn,
-        **launch_of(sizes),
+        num_warps=4 if sizes.P_BLOCK <= sizes.P_FEW else 8,
+        maxnreg=None if sizes.P_BLOCK <= sizes.P_FEW else 96,  # so that two programs fit beside those of a recall
         **following(device, closely=reads is not None),
     )
 

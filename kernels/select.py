@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     BUDGET_BLOCK: int
     P_FEW: int  # a context with at most so many candidates takes the shortest path
     P_MANY: int  # and one with at most so many a path in between
-    P_BLOCK: int
+    P_BLOCK: int  # not less than the longest possible context has
 
 
 def sizes_of(candidates: Candidates, tables: Tables) -> Sizes:
@@ -64,7 +64,7 @@ def sizes_of(candidates: Candidates, tables: Tables) -> Sizes:
 
 
 def launch_of(sizes: Sizes) -> dict[str, int | None]:
-    """Launch options of a kernel that selects."""
+    """Launch options of a kernel that holds all weights of a context at once."""
     block = sizes.P_BLOCK
     return {
         "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
@@ -104,7 +104,7 @@ def weigh(p_logits, first, num_pages, P, SIZES: tl.constexpr, POOLING: tl.conste
     if POOLING == "softmax-mean":
         b_weight = _softmax_mean(p_logits, o_p, m_candidate, P, SIZES.G, SIZES.G_BLOCK, P_BLOCK)
     else:
-        b_weight = _pooled_logits(p_logits, o_p, m_candidate, P, SIZES.G, POOLING)
+        b_weight = pooled_logits(p_logits, o_p, m_candidate, P, SIZES.G, POOLING)
     free = tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0)
     return tl.where(m_candidate, ordered(b_weight), EXCLUDED), free
 
@@ -149,7 +149,7 @@ def _softmax_mean(p_logits, o_p, m_candidate, P, G: tl.constexpr, G_BLOCK: tl.co
 
 
 @triton.jit
-def _pooled_logits(p_logits, o_p, m_candidate, P, G: tl.constexpr, POOLING: tl.constexpr):
+def pooled_logits(p_logits, o_p, m_candidate, P, G: tl.constexpr, POOLING: tl.constexpr):
     """Mean or maximum of the group's logits. A logit that overflowed does not count."""
     b_weight = tl.full(o_p.shape, 0.0 if POOLING == "mean" else FAINT, tl.float32)
     for g in tl.static_range(G):
@@ -174,26 +174,45 @@ def heaviest(b_weight, free, num):
     high = tl.max(b_weight, 0) + 1
     low = tl.where(num > 0, tl.min(tl.where(b_weight != EXCLUDED, b_weight, HEAVIEST), 0), high)
     while (num_above > num) & (low + 1 < high):
-        span = (high - low).to(tl.uint32, bitcast=True)
-        step = tl.maximum(span >> 2, 1)
-        first = low + step.to(tl.int32, bitcast=True)
-        second = low + tl.minimum(2 * step, span).to(tl.int32, bitcast=True)
-        third = low + tl.minimum(3 * step, span).to(tl.int32, bitcast=True)
-        b_count = (b_weight >= first).to(tl.int64) + ((b_weight >= second).to(tl.int64) << 20) + ((b_weight >= third).to(tl.int64) << 40)
-        counts = tl.sum(b_count, 0)
-        above_first = (counts & 0xFFFFF).to(tl.int32)
-        above_second = (counts >> 20 & 0xFFFFF).to(tl.int32)
-        above_third = (counts >> 40).to(tl.int32)
-        high = tl.where(above_third >= num, high, tl.where(above_second >= num, third, tl.where(above_first >= num, second, first)))
-        num_above = tl.where(above_first >= num, above_first, num_above)
-        low = tl.where(above_first >= num, first, low)
-        num_above = tl.where(above_second >= num, above_second, num_above)
-        low = tl.where(above_second >= num, second, low)
-        num_above = tl.where(above_third >= num, above_third, num_above)
-        low = tl.where(above_third >= num, third, low)
+        first, second, third = thresholds(low, high)
+        counts = tl.sum(counted(b_weight, first, second, third), 0)
+        low, high, num_above = narrow(low, high, num_above, num, counts, first, second, third)
     m_chosen = b_weight >= low
     if num_above > num:
         b_equal = (b_weight == low).to(tl.int32)
         fitting = num - num_above + tl.sum(b_equal, 0)
         m_chosen = m_chosen & ((b_equal == 0) | (tl.cumsum(b_equal, 0) <= fitting))
     return m_chosen
+
+
+@triton.jit
+def thresholds(low, high):
+    """Three integers that divide the range of a search by four."""
+    span = (high - low).to(tl.uint32, bitcast=True)
+    step = tl.maximum(span >> 2, 1)
+    first = low + step.to(tl.int32, bitcast=True)
+    second = low + tl.minimum(2 * step, span).to(tl.int32, bitcast=True)
+    third = low + tl.minimum(3 * step, span).to(tl.int32, bitcast=True)
+    return first, second, third
+
+
+@triton.jit
+def counted(b_weight, first, second, third):
+    """Which integers are at least each threshold, in 20 bits of an int64 each."""
+    return (b_weight >= first).to(tl.int64) + ((b_weight >= second).to(tl.int64) << 20) + ((b_weight >= third).to(tl.int64) << 40)
+
+
+@triton.jit
+def narrow(low, high, num_above, num, counts, first, second, third):
+    """The part of a search's range that the sums of ``counted`` leave."""
+    above_first = (counts & 0xFFFFF).to(tl.int32)
+    above_second = (counts >> 20 & 0xFFFFF).to(tl.int32)
+    above_third = (counts >> 40).to(tl.int32)
+    high = tl.where(above_third >= num, high, tl.where(above_second >= num, third, tl.where(above_first >= num, second, first)))
+    num_above = tl.where(above_first >= num, above_first, num_above)
+    low = tl.where(above_first >= num, first, low)
+    num_above = tl.where(above_second >= num, above_second, num_above)
+    low = tl.where(above_second >= num, second, low)
+    num_above = tl.where(above_third >= num, above_third, num_above)
+    low = tl.where(above_third >= num, third, low)
+    return low, high, num_above

@@ -46,6 +46,7 @@ SAME = "what is written is true where what was read is"
 READ_COUNT, WRITE_COUNT = "count = tl.load(p_free_count)", "tl.store(p_free_count, count)"
 READ_CHOSEN = "b_wanted = tl.load(p_chosen + o_q - SIZES.SINK, mask=m_chosen, other=0)"
 READ_WEIGHTS = "b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)"
+READ_PARTS = "b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)"
 WRITE_CHOSEN = "tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)"
 CLEAR_MARKS, WRITE_MARKS = (
     "tl.store(p_marks + o_p, 0, mask=m_candidate)",
@@ -81,6 +82,13 @@ NO_HAZARD = {  # kernel, argument, the lines in their order: why different threa
     ("_plan_pages", "p_notes", READ_WEIGHTS, CLEAR_MARKS): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHTS, WRITE_MARKS): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHTS, WRITE_CHOSEN): NOTES,
+    ("_plan_pages", "p_notes", READ_PARTS, CLEAR_MARKS): NOTES,
+    ("_plan_pages", "p_notes", READ_PARTS, WRITE_MARKS): NOTES,
+    ("_plan_pages", "p_notes", READ_PARTS, WRITE_CHOSEN): NOTES,
+    ("_plan_pages", "p_notes", WRITE_MARKS, READ_WEIGHTS): NOTES,
+    ("_plan_pages", "p_notes", WRITE_CHOSEN, READ_WEIGHTS): NOTES,
+    ("_plan_pages", "p_notes", WRITE_MARKS, READ_HELD): "other pages, of another part",
+    ("_plan_pages", "p_notes", WRITE_CHOSEN, READ_HELD): NOTES,
     ("_plan_pages", "p_notes", READ_HELD, WRITE_MARKS): SAME,
     ("_plan_pages", "p_notes", READ_HELD, WRITE_CHOSEN): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHT, KEEP): NOTES,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import plan, reference
+from sglang_freekv.kernels import plan, reference, select
 from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
@@ -18,7 +18,9 @@ from sglang_freekv.kernels.seed import seed_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 40 if DEVICE == "cuda" else 6  # the interpreter takes 20 ms for a program
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter, of inf - inf
+pytestmark = pytest.mark.filterwarnings(  # the interpreter, of inf - inf and of log(0)
+    "ignore:invalid value:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
+)
 H, R, NEVER = 2, 5, -7
 ROWS = [2, 0, 4, 1]  # 0 is padding; row 3 belongs to nobody here
 
@@ -324,6 +326,13 @@ def test_sequences_go_as_with_the_reference(case, kind, residency, ahead_first):
         lost += int(run.ours.lost.sum())
     assert (kept > 0) == (case.size > 1 and run.on_turn)
     assert recalled > 0 and (lost > 0) == (residency > 0) and run.ours.counts[ROWS, reference.RECALLED].sum() == recalled
+
+
+@pytest.mark.parametrize("name", ["slack", "mean", "slack-hysteresis", "in-full-if-it-fits-on-turn"])
+def test_contexts_of_more_pages_than_a_program_holds_go_as_with_the_reference(name, monkeypatch):
+    monkeypatch.setattr(select, "BLOCKS", (4, 8))
+    test_sequences_go_as_with_the_reference(CASES[name], "distinct", 0.3, True)
+    test_sequences_go_as_with_the_reference(CASES[name], "ties", 0.6, False)
 
 
 def test_hits_and_what_is_recalled_are_all_that_the_first_selections_choose():

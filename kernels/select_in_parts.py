@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Select in parts, inside a kernel: the heaviest of more pages than a program holds at once. Their weights lie in the notes of ``placement``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang_freekv.kernels.select import EXCLUDED, FAINT, HEAVIEST, counted, narrow, ordered, pooled_logits, thresholds
+
+MOST_AT_ONCE = tl.constexpr(16384)  # logits of a group
+
+
+@triton.jit
+def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.constexpr, PART: tl.constexpr):
+    """Write to ``p_weights [P]`` what ``weigh`` returns of the candidates, which lie between the sink and ``end``."""
+    if POOLING == "softmax-mean":
+        SPAN: tl.constexpr = min(PART, MOST_AT_ONCE // SIZES.G_BLOCK)
+        b_top, b_log_sum = _norms(p_group, end, P, SIZES, SPAN)
+        o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
+        for first in range(SIZES.SINK, end, SPAN):
+            o_p = first + tl.arange(0, SPAN)
+            b_logits = tl.load(p_group + o_g * P + o_p[None, :], mask=(o_g < SIZES.G) & (o_p < end)[None, :], other=float("-inf"))
+            b_logits = b_logits - b_top[:, None] - b_log_sum[:, None]
+            b_logits = tl.where(o_g < SIZES.G, tl.maximum(b_logits, FAINT), FAINT)  # NaN becomes FAINT too, as in weigh
+            b_most = tl.max(b_logits, 0)
+            b_weight = b_most + tl.log(tl.sum(tl.exp(b_logits - b_most[None, :]), 0))
+            tl.store(p_weights + o_p, ordered(b_weight), mask=o_p < end)
+    else:
+        for first in range(SIZES.SINK, end, PART):
+            o_p = first + tl.arange(0, PART)
+            b_weight = pooled_logits(p_group, o_p, o_p < end, P, SIZES.G, POOLING)
+            tl.store(p_weights + o_p, ordered(b_weight), mask=o_p < end)
+
+
+@triton.jit
+def _norms(p_group, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
+    """``[G]`` largest logits of the candidates, and logarithms of the sums of exponentials relative to them."""
+    o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
+    b_top, b_sum = tl.full([SIZES.G_BLOCK], FAINT, tl.float32), tl.zeros([SIZES.G_BLOCK], tl.float32)
+    for first in range(SIZES.SINK, end, SPAN):
+        o_p = first + tl.arange(0, SPAN)
+        b_logits = tl.load(p_group + o_g * P + o_p[None, :], mask=(o_g < SIZES.G) & (o_p < end)[None, :], other=float("-inf"))
+        b_new = tl.maximum(b_top, tl.max(b_logits, 1))
+        b_sum = b_sum * tl.exp(b_top - b_new) + tl.sum(tl.exp(b_logits - b_new[:, None]), 1)
+        b_top = b_new
+    return b_top, tl.log(b_sum)
+
+
+@triton.jit
+def threshold_in_parts(p_weights, begin, end, num, PART: tl.constexpr):
+    """Of the ``num`` heaviest of ``p_weights`` from ``begin`` to ``end``: the lightest, and how many of its equals are among them."""
+    free = tl.maximum(end - begin, 0)
+    num = tl.minimum(free, num)
+    b_most, b_least = tl.full([PART], EXCLUDED, tl.int32), tl.full([PART], HEAVIEST, tl.int32)
+    for first in range(begin, end, PART):
+        o_p = first + tl.arange(0, PART)
+        b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)
+        b_most = tl.maximum(b_most, b_weight)
+        b_least = tl.minimum(b_least, tl.where(o_p < end, b_weight, HEAVIEST))
+    high = tl.max(b_most, 0) + 1
+    low, num_above = tl.where(num > 0, tl.min(b_least, 0), high), tl.where(num > 0, free, 0)
+    while (num_above > num) & (low + 1 < high):
+        first, second, third = thresholds(low, high)
+        b_count = tl.zeros([PART], tl.int64)
+        for start in range(begin, end, PART):
+            o_p = start + tl.arange(0, PART)
+            b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)
+            b_count += counted(b_weight, first, second, third)
+        low, high, num_above = narrow(low, high, num_above, num, tl.sum(b_count, 0), first, second, third)
+    b_heavier = tl.zeros([PART], tl.int32)
+    for first in range(begin, end, PART):
+        o_p = first + tl.arange(0, PART)
+        b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)
+        b_heavier += (b_weight > low).to(tl.int32)
+    return low, num - tl.sum(b_heavier, 0)
