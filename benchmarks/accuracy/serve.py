@@ -46,6 +46,8 @@ SELECTIONS = {
     "two-bit-page-8-hysteresis": TWO_BIT | {"--page-size": 8} | HYSTERESIS,
     "two-bit-narrow-page-8-hysteresis": TWO_BIT | FINE | HYSTERESIS,
     "two-bit-narrow-page-8-on-turn": ON_TURN,
+    "two-bit-narrow-page-8-hysteresis-1.00": TWO_BIT | FINE | {"--freekv-hysteresis": 1.0},
+    "two-bit-narrow-page-8-on-turn-tau-0.85-hysteresis-1.00": ON_TURN | {"--freekv-tau": 0.85, "--freekv-hysteresis": 1.0},
     "two-bit-narrow-page-8-on-turn-tau-0.80": ON_TURN | {"--freekv-tau": 0.8},
     "two-bit-narrow-page-8-on-turn-tau-0.80-hysteresis": ON_TURN | {"--freekv-tau": 0.8} | HYSTERESIS,
 }
