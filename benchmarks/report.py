@@ -60,6 +60,16 @@ class Report:
         self.runs[-1].update(facts)
         self._write()
 
+    def ensure_one_device(self, beside: Callable[[str], bool]) -> None:
+        """Raises SystemExit if a result that this run's would stand beside, told by its key, is of another device."""
+        here = self.runs[-1]["device"]
+        there = {self.runs[result["run"]]["device"] for key, result in self.results.items() if beside(key)} - {here}
+        if there:
+            raise SystemExit(
+                f"{self.path}: expected results of {here} alone to compare with, but some are of {', '.join(sorted(there))}; "
+                "give --suffix NAME, and a file of its own is written"
+            )
+
     def _ensure_of_a_commit(self) -> None:
         stamp = self.runs[-1]
         if stamp["commit"] or RESULTS not in self.path.resolve().parents:
@@ -146,6 +156,17 @@ def _cell(value) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def add_suffix(parser: argparse.ArgumentParser) -> None:
+    """``--suffix``, for benchmarks that are run on several devices; :func:`suffixed` makes the file's name of it."""
+    parser.add_argument(
+        "--suffix", default="", metavar="NAME", help="ends the file's name: each device, and each backend, has its own file"
+    )
+
+
+def suffixed(name: str, options: argparse.Namespace) -> str:
+    return f"{name}-{options.suffix}" if options.suffix else name
 
 
 def arguments(description: str, name: str, parts: Iterable[str] = ()) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from benchmarks.profiles import LOADS, USUAL
 from benchmarks.report import Report
 from benchmarks.servers import Stream
 from benchmarks.setups import Setup
+from benchmarks.timing import Ceilings
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels.frame_tables import FrameTables
 from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
@@ -200,6 +201,45 @@ def test_stock_has_the_faster_backend_of_each_figure():
     assert rows[32].ttft == (1.2, 9.0, None) and rows[32].slower == ""  # a hit beside a cold prompt
     assert rows[64].tpot[1] == 0.1 and rows[64].by == "stock-flashinfer"
     assert [row.slower for row in comparison.compared(results, "freekv-resident-tau-0.9", *pair) if row.batch == 16] == ["TPOT+TTFT"]
+
+
+def test_a_cell_stands_beside_those_of_its_own_run():
+    """Another run may have had another card: there a backend is faster without being so."""
+    mine, theirs = result_of(16, 0.01, 1.2) | {"run": 1}, result_of(16, 0.02, 1.0)
+    results = {
+        **{"ours/8k/b16": mine, "stock-fa3/8k/b16": theirs | {"run": 1}},
+        "stock-flashinfer/8k/b16": result_of(16, 0.005, 0.5) | {"run": 0},
+    }
+    (row,) = comparison.compared(results, "ours", *crossover.FASTER)
+    assert row.tpot == (0.01, 0.02, 0.5) and row.ttft == (1.2, 1.0, 1.2) and (row.by, row.among) == ("stock-fa3", ("stock-fa3",))
+    del results["stock-fa3/8k/b16"]
+    (row,) = comparison.compared(results, "ours", *crossover.FASTER)
+    assert row.tpot[1] == 0.005 and row.by == "stock-flashinfer", "another run's, where its own has none"
+
+
+def test_another_card_writes_a_file_of_its_own(tmp_path, monkeypatch):
+    """Of the crossover what would be compared counts; of goodput everything does."""
+    report = Report("paper-crossover-llama-3.1-8b", tmp_path)
+    report.runs[-1]["device"] = "another"
+    report.add("stock/8k/b4", result_of(4, 0.01, 1.0))
+    (tmp_path / "paper-goodput-llama-3.1-8b.json").write_text(report.path.read_text())
+    assert crossover.mates_of(["freekv/8k/b4"]) == {"freekv", "stock"}
+    assert crossover.mates_of(["stock-fa3/8k/b4"]) == {*crossover.FASTER, *(f"freekv-resident-{load}" for load in LOADS)}
+    monkeypatch.setattr(Ceilings, "measure_apart", lambda device: Ceilings(1.0, 1.0, 1.0))
+    for module, shown in ((crossover, "comparison"), (goodput, "goodputs")):
+        monkeypatch.setattr(module, "run", ran := mock.Mock())
+        monkeypatch.setattr(module, shown, lambda *arguments: "")
+        words = ["x", "--out", str(tmp_path), "--systems", "freekv"]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit, match="expected results of cpu alone to compare with, but some are of another; give --suffix"):
+            module.main()
+        assert not ran.called
+        monkeypatch.setattr(sys, "argv", [*words, "--suffix", "h200"])
+        assert module.main() == 0 and ran.called
+    assert {path.name for path in tmp_path.glob("*-h200.json")} == {
+        f"paper-{name}-llama-3.1-8b-h200.json" for name in ("crossover", "goodput")
+    }
+    Report("paper-crossover-llama-3.1-8b", tmp_path).ensure_one_device(lambda key: key.startswith("freekv"))
 
 
 def test_residency_has_its_defaults_and_every_load(tmp_path):

@@ -16,7 +16,8 @@ class Compared(NamedTuple):
 
     Args:
         slower: the figures in which FreeKV is.
-        by: whose TPOT and TTFT theirs are, where there are several; else empty.
+        among: the systems that FreeKV is held against here; theirs are the figures of the fastest.
+        by: whose TPOT and TTFT theirs are, one name or two; empty where nobody's.
         tpot, ttft: seconds of ours and of theirs, and their ratio.
         tokens, decoding, at_once: output tokens per second over the whole pass, and while the most decode; and how many do.
     """
@@ -26,6 +27,7 @@ class Compared(NamedTuple):
     batch: int
     prefix: str
     slower: str
+    among: tuple[str, ...]
     by: str
     tpot: tuple[float | None, float | None, float | None]
     ttft: tuple[float | None, float | None, float | None]
@@ -48,7 +50,7 @@ class Compared(NamedTuple):
         slower = "+".join(what for what, (*_, ratio) in times.items() if ratio and ratio > 1)
         prefix = "/".join(dict.fromkeys(each["prefix"] for each in pair if each))
         rates = (tuple(each.get(figure) for each in pair) for figure in ("tokens_per_s", "decoding_tokens_per_s", "at_once"))
-        return cls(name, cell["context"], cell["batch"], prefix, slower, by, *times.values(), *rates, *pair)
+        return cls(name, cell["context"], cell["batch"], prefix, slower, tuple(others), by, *times.values(), *rates, *pair)
 
     def without_ttft_ratio(self) -> Compared:
         """For results of two machines: hosts differ by more than a half in it, but cards of one kind hardly in TPOT."""
@@ -56,14 +58,14 @@ class Compared(NamedTuple):
 
 
 def fastest(others: dict[str, dict]) -> tuple[dict, str]:
-    """The result with the least TPOT, but with the least TTFT of all; and the names of both, where there are several."""
+    """The result with the least TPOT, but with the least TTFT of all; and the names of both."""
     if not others:
         return {}, ""
     names = [min(others, key=lambda name: figure(others[name]) or math.inf) for figure in (_tpot, _ttft)]
     theirs = others[names[0]]
     if _ttft(others[names[1]]):
         theirs = theirs | {"ttft_s": others[names[1]]["ttft_s"]}
-    return theirs, ", ".join(dict.fromkeys(names)) if len(others) > 1 else ""
+    return theirs, ", ".join(dict.fromkeys(names))
 
 
 def _tpot(result: dict) -> float | None:
@@ -79,13 +81,15 @@ def _ratio(ours: float | None, theirs: float | None) -> tuple[float | None, floa
 
 
 def compared(results: dict, ours: str, *theirs: str) -> list[Compared]:
-    """Cell by cell; those first in which FreeKV is slower."""
+    """Cell by cell; those first in which FreeKV is slower. A cell of ours stands beside those of its own run where it has any: another
+    run's machine may be faster."""
     cells = {key.split("/", 1)[1]: result["cell"] for key, result in results.items() if key.split("/")[0] in (ours, *theirs)}
     rows = []
     for name, cell in cells.items():
         others = {system: found for system in theirs if (found := results.get(f"{system}/{name}"))}
         mine = results.get(f"{ours}/{name}", {})
-        row = Compared.of(name, cell, mine, others)
+        beside = {system: found for system, found in others.items() if mine and found.get("run") == mine.get("run")}
+        row = Compared.of(name, cell, mine, beside or others)
         if "load" in mine and row.theirs.get("run", mine["run"]) != mine["run"]:
             row = row.without_ttft_ratio()
         rows.append(row)

@@ -3,6 +3,7 @@
     python -m benchmarks.paper.crossover --contexts 8192 --batches 32 16 4 1        # three servers, one after the other
     python -m benchmarks.paper.crossover --only 'freekv*/128k/*'                    # what is there already is not measured again
     python -m benchmarks.paper.crossover --systems stock freekv                     # without residency
+    python -m benchmarks.paper.crossover --suffix h200                              # on a card whose results have a file of their own
     python -m benchmarks.paper.crossover --tables                                   # from the JSON alone
 
 ``freekv-resident`` has FreeKV's defaults, under every load of ``--loads``. It is held against the faster of ``stock-fa3`` and
@@ -16,7 +17,7 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from benchmarks.paper.capacity import System, bytes_of, device_kv_bytes, expect_
 from benchmarks.paper.comparison import comparison, long_answers
 from benchmarks.paper.passes import figures_of, prefix_of
 from benchmarks.profiles import LOADS, USUAL
-from benchmarks.report import Report, arguments, chosen
+from benchmarks.report import Report, add_suffix, arguments, chosen, suffixed
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
@@ -163,10 +164,17 @@ def run(systems: list[System], jobs: dict[str, list[Job]], report: Report, clock
             keep_log(Path(scratch) / f"{system.base}.log", report.path, system.name)
 
 
+def mates_of(keys: Iterable[str]) -> set[str]:
+    """The systems that the results of ``keys`` will be compared with, and their own."""
+    measured = {key.split("/")[0] for key in keys}
+    return {system for pair in PAIRS.values() if measured & set(pair) for system in pair}
+
+
 def parse() -> argparse.Namespace:
     measured = dict.fromkeys(system for pair in PAIRS.values() for system in pair)
     parser = arguments(__doc__, "paper-crossover-SHAPE", [f"{system}/CONTEXTk/bBATCH" for system in measured])
     parser.add_argument("--shape", choices=SHAPES, default=Setup.shape)
+    add_suffix(parser)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS[:3], help="servers to start, in this order")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help=f"replayed by {RESIDENT}; the others: {USUAL}")
     for name, kind, told in (
@@ -204,7 +212,7 @@ def main() -> int:
     extra = {"extra_stock": tuple(options.stock_flags.split()), "extra_freekv": tuple(options.freekv_flags.split())}
     sizes = {"context_length": options.context_length, "host_memory": options.host_memory, "max_running": options.max_running}
     setup = replace(DRY_RUN, max_running=4, **extra) if options.dry_run else Setup(options.shape, **sizes, **extra)
-    report, wanted = Report(f"paper-crossover-{setup.shape}", options.out), chosen(options)
+    report, wanted = Report(suffixed(f"paper-crossover-{setup.shape}", options), options.out), chosen(options)
 
     def left(key: str) -> bool:
         return wanted(key) and (options.force or key not in report.results)
@@ -216,6 +224,8 @@ def main() -> int:
         systems = [known[name] for name in options.systems if name in known]
         jobs = {name: [job for job in jobs_of(name, cells, options.loads) if left(job.key)] for name in known}
         if any(jobs[system.name] for system in systems):
+            mates = mates_of(job.key for system in systems for job in jobs[system.name])
+            report.ensure_one_device(lambda key: key.split("/")[0] in mates)
             report.note(ceilings=asdict(Ceilings.measure_apart(setup.device)))
         run(systems, jobs, report, clock, options.tokens, options.interval)
     shown = (show(report.results, title, *pair) for title, pair in PAIRS.items() for show in (comparison, long_answers))

@@ -19,8 +19,13 @@ from benchmarks.setups import SHAPES
 
 def sections(results: Path, directory: Path) -> list[Section]:
     """Of all results that are there, with their pictures in ``directory``."""
-    paths = [(name, results / f"paper-{name}-{shape}.json") for name in SECTIONS for shape in SHAPES]
-    return [SECTIONS[name](path, directory) for name, path in paths if path.exists() and json.loads(path.read_text())["results"]]
+    paths = [(name, path) for name in SECTIONS for shape in SHAPES for path in _files(results, f"paper-{name}-{shape}")]
+    return [SECTIONS[name](path, directory) for name, path in paths if json.loads(path.read_text())["results"]]
+
+
+def _files(results: Path, name: str) -> list[Path]:
+    """Those of one card or backend first, as ``--suffix`` named them."""
+    return [*sorted(results.glob(f"{name}-*.json")), *results.glob(f"{name}.json")]
 
 
 def page(made: list[Section]) -> str:

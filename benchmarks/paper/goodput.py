@@ -22,7 +22,7 @@ from benchmarks.bench_load import DETAILS, SERIAL, SHARED, SYSTEMS, Client, Text
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import request_bytes
 from benchmarks.profiles import LOADS, NEAREST
-from benchmarks.report import Report, arguments, chosen, say, table
+from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffixed, table
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
@@ -215,6 +215,7 @@ def main() -> int:
     parser = arguments(__doc__, "paper-goodput-SHAPE", [f"{system}/{rate:g}" for system in SYSTEMS for rate in RATES])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the needle model, all a sixteenth, 8 requests")
     parser.add_argument("--shape", choices=SHAPES, default=Setup.shape)
+    add_suffix(parser)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="servers to start, in this order")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), metavar="RATE", help="requests per second")
     parser.add_argument("--seconds", type=float, default=24, help="that a rate is offered for")
@@ -248,11 +249,13 @@ def main() -> int:
         setup = TextSetup("needle", "cpu", scale=scale, budget=256, context_length=longest, **sizes)
     else:
         setup = TextSetup(options.shape, host_memory=options.host_memory, **sizes)
-    report, limits = Report(f"paper-goodput-{setup.shape}", options.out), Limits(options.ttft, options.tpot)
+    name, limits = suffixed(f"paper-goodput-{setup.shape}", options), Limits(options.ttft, options.tpot)
+    report = Report(name, options.out)
     if not options.tables:
         since = len(report.runs) - 1 if options.force else 0
         ladder = Ladder(questions, limits, tuple(sorted(options.rates)), chosen(options), since, options.load)
         if any(ladder.next(report.results, system) is not None for system in options.systems):
+            report.ensure_one_device(lambda key: True)
             report.note(ceilings=asdict(Ceilings.measure_apart(options.device)))
         with tempfile.TemporaryDirectory() as scratch:
             client = Client(setup, Path(scratch), options.part_seconds)

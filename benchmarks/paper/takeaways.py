@@ -14,24 +14,30 @@ def takeaways(sections: list[Section]) -> list[str]:
     for section in reversed(sections):  # the first shape's count
         facts |= section.facts
     everyone = [answer for section in sections for answer in section.facts.get("answers", [])]
-    return [*_memory(facts), *_alone(facts), *_losses(facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
+    servers = [section.facts["server"] for section in sections if "server" in section.facts]  # one a card: no sentence mixes two
+    return [*_memory(facts), *_alone(servers), *_losses(servers, facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
 
 
 def _memory(facts: dict) -> Iterator[str]:
     if facts.get("decoding") and facts.get("tokens"):
         yield (
             f"**On the same device memory, long prompts decode faster**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, "
-            f"FreeKV decodes {facts['decoding']:.1f} times stock SGLang's tokens per second. With prefill counted the factor is "
-            f"{facts['tokens']:.1f}."
+            f"FreeKV decodes {facts['decoding']:.1f} times stock SGLang's tokens per second, {facts['memory']}. With prefill counted the "
+            f"factor is {facts['tokens']:.1f}."
         )
 
 
-def _alone(facts: dict) -> Iterator[str]:
-    if facts.get("alone"):
-        told = ", ".join(f"{ratio:.2f} at {context // 1024}K" for context, ratio in sorted(facts["alone"].items()))
+def _alone(servers: list[dict]) -> Iterator[str]:
+    told = [
+        f" It is {', '.join(f'{ratio:.2f} at {context // 1024}K' for context, ratio in sorted(server['alone'].items()))} {server['where']}."
+        f"{_longer(server.get('longer', {}))}"
+        for server in servers
+        if server["alone"]
+    ]
+    if told:
         yield (
-            f"**One request alone gains only where its context is long**. Its time per token, over stock SGLang's, is {told}."
-            f"{_longer(facts.get('longer', {}))}"
+            "**One request alone gains only where its context is long**. What counts is its time per token over stock SGLang's."
+            f"{''.join(told)}"
         )
 
 
@@ -40,19 +46,29 @@ def _longer(ratios: dict[int, float]) -> str:
     if not ratios:
         return ""
     told = ", ".join(f"{ratio:.2f} with {batch}" for batch, ratio in sorted(ratios.items()))
-    return f" Over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once."
+    return f" Over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once there."
 
 
-def _losses(facts: dict) -> Iterator[str]:
-    row, hits = facts.get("slowest"), facts.get("hits")
-    if row is not None and row.tpot[2] > 1:
-        span = f"{min(hits):.1f} to {max(hits):.1f}" if hits else ""
-        late = f" After a prefix hit the first token takes {span} times as long on an idle server." if hits else ""
-        yield (
-            "**FreeKV loses where stock SGLang has room for many short contexts, and at each prefix hit**. With "
-            f"{row.batch} request{'s' * (row.batch > 1)} of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long.{late}"
-            f"{'' if facts.get('resident') else ' The prefix is then streamed from host memory.'}{_under_load(facts)}{_evicted(facts)}"
-        )
+def _losses(servers: list[dict], facts: dict) -> Iterator[str]:
+    told = "".join(map(_lost, servers))
+    if told:
+        yield (f"**FreeKV loses where contexts are short or few, and at each prefix hit**.{told}{_under_load(facts)}{_evicted(facts)}")
+
+
+def _lost(server: dict) -> str:
+    """The slowest cell of a card, and its hits."""
+    row, hits = server["slowest"], server["hits"]
+    if row is None or row.tpot[2] <= 1:
+        return ""
+    late = (
+        f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long there on an idle server."
+        if hits
+        else ""
+    )
+    return (
+        f" With {row.batch} request{'s' * (row.batch > 1)} of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long "
+        f"{server['where']}.{late}{' The prefix is then streamed from host memory.' * (late != '' and not server['resident'])}"
+    )
 
 
 def _under_load(facts: dict) -> str:
@@ -91,7 +107,7 @@ def _load(facts: dict) -> Iterator[str]:
         yield (
             f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
             f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
-            f"requests per second and stock SGLang {best['stock']:.1f}.{tail}"
+            f"requests per second and stock SGLang {best['stock']:.1f}, {facts['under load']}.{tail}"
         )
 
 

@@ -12,6 +12,7 @@ from benchmarks.report import markdown
 from benchmarks.setups import Setup
 from sglang_freekv.config import GIB
 
+from .names import BACKENDS
 from .section import Aim, Section, ms
 
 AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
@@ -30,12 +31,12 @@ TOLD = {
     SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang.{stay} "
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
 } | {
-    title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}. Stock SGLang has "
-    f"{{stock}}. All ran on {{device}}. Prompts that hit were sent {crossover.HIT_PASSES + 1} times. A TTFT has no ratio where its two "
+    title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}.{{slower}} "
+    f"Prompts that hit were sent {crossover.HIT_PASSES + 1} times. A TTFT has no ratio where its two "
     "sides are of two machines, or where one is a hit and the other is cold."
     for title, load in crossover.UNDER.items()
 }
-BACKENDS = dict(zip(crossover.FASTER, ("FlashAttention 3", "FlashInfer")))
+NAMED = {system: BACKENDS[backend] for system, backend in zip(crossover.FASTER, crossover.BACKENDS)}
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
 LONGER = (
     f"A step of an answer of {LONG.answer:,} tokens to a prompt of {LONG.prompt}, in the mean. Steps were timed at some lengths, and are "
@@ -45,41 +46,43 @@ LONGER = (
 
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
+    section.figure += f", on {section.devices(section.results.values())}"
     section.add(
         "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
         "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
-        "at once. TTFT is the median of a cell, whose prompts were sent once. *Tokens/s* counts the whole cell, with prefill and waiting."
+        "at once. TTFT is the median of a cell, whose prompts were sent once if nothing else is said. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
     for title, pair in crossover.PAIRS.items():
         rows = [row for row in compared(section.results, *pair) if row.ours or title not in crossover.UNDER]
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
-        words = {"stay": _stay(section, pair[0], rows), "stock": _backends(section, rows), "device": _devices(section, rows)}
+        where = _where(section, rows)
+        words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows)}
         told = TOLD[title].format(**words, **held) + _no_room(section, pair[1], rows)
-        section.add(f"### {title[0].upper()}{title[1:]}", told, _table(section, rows))
+        section.add(f"### {title[0].upper()}{title[1:]}, {where}", told, _table(section, rows))
         if title in crossover.UNDER and (longer := long_generation(section.results, *pair)):
             section.add(LONGER, _long_table(longer))
         if title in DRAWN:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
-            drawn, lines = f"{section.shape}, {title}: {what}", _curves(rows, title)
+            drawn, lines = f"{section.shape}, {title}, {where}: {what}", _curves(rows, title)
             section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
-            section.facts |= _facts(title, rows, held["theirs"])
+            section.facts |= _facts(title, rows, held["theirs"], where)
             if title in crossover.UNDER:
-                section.facts["longer"] = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)}
+                section.facts["server"]["longer"] = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)}
         section.aims += _aims(section, title, rows)
     return section
 
 
 def _table(section: Section, rows: list[Compared]) -> str:
-    lines = []
+    lines, several = [], len(_used(section, rows)) > 1
     for row in rows:
         tpot = _both(value and ms(value) for value in row.tpot[:2]), _two(row.tpot[2])
         ttft = _both(_two(value) for value in row.ttft[:2]), _two(row.ttft[2])
         rates = [_both(value and f"{value:.0f}" for value in pair) for pair in (row.tokens, row.decoding, row.at_once)]
         over = _both(_two(_over_least(section, side)) for side in (row.ours, row.theirs))
-        lines.append((row.name, row.slower or None, row.prefix, *tpot, *ttft, *rates, over, *([row.by] if row.by else [])))
-    return markdown(HEADER + ("faster",) if any(row.by for row in rows) else HEADER, lines)
+        lines.append((row.name, row.slower or None, row.prefix, *tpot, *ttft, *rates, over, *([row.by or None] if several else [])))
+    return markdown(HEADER + ("faster",) if several else HEADER, lines)
 
 
 def _long_table(rows: list[tuple[int, str, float, float, float]]) -> str:
@@ -105,17 +108,29 @@ def _stay(section: Section, system: str, rows: list[Compared]) -> str:
     return f" Nothing is resident in FreeKV's{which}."
 
 
-def _backends(section: Section, rows: list[Compared]) -> str:
-    """Whose figures stock SGLang's are."""
-    if any(row.by for row in rows):
-        return "the faster backend of FlashAttention 3 and FlashInfer, for TPOT and for TTFT; the last column names it"
-    there = [told for name, told in BACKENDS.items() if any(f"{name}/{row.name}" in section.results for row in rows)]
-    return " or ".join(there) or "no figures"
+def _used(section: Section, rows: list[Compared]) -> list[str]:
+    """The backends whose figures stock SGLang's are, as far as the results tell."""
+    names = [(row, name) for row in rows for name in row.by.split(", ") if name]
+    return list(dict.fromkeys(filter(None, (NAMED.get(name) or section.backend(row.theirs, name) for row, name in names))))
 
 
-def _devices(section: Section, rows: list[Compared]) -> str:
-    runs = sorted({side["run"] for row in rows for side in (row.ours, row.theirs) if side})
-    return " and ".join(dict.fromkeys(section.written["runs"][run]["device"] for run in runs))
+def _where(section: Section, rows: list[Compared]) -> str:
+    """The cards, and what FreeKV is held against there."""
+    used = _used(section, rows)
+    stock = f"the faster of {' and '.join(used)}" if len(used) > 1 else "".join(used) or "stock SGLang"
+    return f"on {section.devices(side for row in rows for side in (row.ours, row.theirs) if side)} against {stock}"
+
+
+def _slower(section: Section, rows: list[Compared]) -> str:
+    """Where several backends were timed, whose figures do not stand there."""
+    both = [row for row in rows if len(row.among) > 1]
+    if not both:
+        return ""
+    used = _used(section, rows)
+    if len(used) > 1:
+        return " The last column names the backend that TPOT and TTFT are of."
+    others = dict.fromkeys(NAMED[name] for row in both for name in row.among if NAMED[name] not in used)
+    return f" {' and '.join(others)} was timed in {', '.join(row.name for row in both)}, too, and is slower there."
 
 
 def _no_room(section: Section, system: str, rows: list[Compared]) -> str:
@@ -162,23 +177,24 @@ def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tupl
     return curves
 
 
-def _facts(title: str, rows: list[Compared], held: float) -> dict:
+def _facts(title: str, rows: list[Compared], held: float, where: str) -> dict:
+    """What the takeaways tell: of one request and of losses by card, under ``server``; of the same KV bytes beside it."""
     if title == SAME:
-        return {"held": held, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
-    alone = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
+        return {"held": held, "memory": where, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
+    ratios = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
     hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
     slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
-    return {"alone": alone, "hits": hits, "slowest": slowest, "resident": title != PRODUCTION}
+    return {"server": {"where": where, "alone": ratios, "hits": hits, "slowest": slowest, "resident": title != PRODUCTION}}
 
 
-def _aims_resident(shape: str, load: str, rows: list[Compared]) -> list[Aim]:
+def _aims_resident(where: str, load: str, rows: list[Compared]) -> list[Aim]:
     def worst(ratios) -> float | None:
         return max((ratio for ratio in ratios if ratio), default=None)
 
     short = [row for row in rows if row.context == SHORT]
     largest = max((row.batch for row in short), default=None)
     hits = [row for row in rows if row.prefix == "hit"]
-    told = f"{shape}, resident, {load}: "
+    told = f"{where}, resident, {load}: "
     return [
         Aim(f"{told}TPOT / stock SGLang's, worst cell", worst(row.tpot[2] for row in rows), 1.0, False),
         Aim(
@@ -197,10 +213,10 @@ def _aims_resident(shape: str, load: str, rows: list[Compared]) -> list[Aim]:
 def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
     shape = section.shape
     if title in crossover.UNDER:
-        return _aims_resident(shape, crossover.UNDER[title], rows)
+        return _aims_resident(f"{shape}, {_where(section, rows)}", crossover.UNDER[title], rows)
     if title == PRODUCTION:
         alone = [row for row in rows if row.batch == 1 and row.tpot[2]]
-        what = f"{shape}: TPOT / stock SGLang's at batch 1, worst of the contexts"
+        what = f"{shape}, nothing resident: TPOT / stock SGLang's at batch 1, worst of the contexts"
         worst = max((row.tpot[2] for row in alone), default=None)
         return [Aim(what, worst, 1.05, False, max((row.tpot[2] / _over_least(section, row.ours) for row in alone), default=None))]
     aims = []

@@ -13,15 +13,17 @@ from .section import Section
 
 def of_goodput(path: Path, directory: Path) -> Section:
     section = Section.of("Goodput under load", path, directory)
+    section.figure += f", {_where(section)}"
     limits = goodput.Limits(**next(iter(section.results.values()))["limits"])
     rows = goodput.rows_of(section.results, limits)
     lasted = max(len(result["ttfts"]) / rate for _, rate, _, result in rows)
     best = goodput.best_of(section.results, limits)
     for name in ("p99_ttft_ms", "median_ttft_ms"):
         section.facts[name] = {(system, rate): result[name] for system, rate, _, result in rows}
-    section.facts |= {"goodput": best, "limits": limits}
+    section.facts |= {"goodput": best, "limits": limits, "under load": _where(section)}
     loads = sorted({f"`{result['load']}`" for system, *_, result in rows if system == "freekv" and "load" in result})
-    replayed = f" FreeKV keeps pages on the device while there is room, and replays the load {', '.join(loads)}." if loads else ""
+    resident = f" FreeKV keeps pages on the device while there is room, and replays the load {', '.join(loads)}."
+    replayed = resident if loads else " Nothing is resident in FreeKV's."
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
         f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. "
@@ -37,6 +39,8 @@ def of_goodput(path: Path, directory: Path) -> Section:
     possible = {system: _possible(section, result) for system, *_, result in rows}
     section.add(
         "*Most possible* is the rate at which the link or the device memory is always busy. Weights are left out, and no context is shared."
+        + (" FreeKV's has every prefix come from the host, which resident pages need not." if loads else "")
+        + (" A share above 1: the rate was over before waiting requests were too late." if _over(best, possible) else "")
         + _cut_short(rows, best),
         markdown(
             ("system", "best goodput", "most possible", "share"),
@@ -47,6 +51,17 @@ def of_goodput(path: Path, directory: Path) -> Section:
     title, unit = f"{section.shape}: requests per second within limits", "within limits"
     section.picture("rates", plots.curves, title, "requests per second, offered", unit, lines, "FreeKV", diagonal="all within limits")
     return section
+
+
+def _where(section: Section) -> str:
+    """The card, and the backends of stock SGLang as far as they are told."""
+    told = [section.backend(result, "stock") for key, result in section.results.items() if key.startswith("stock/")]
+    backends = " and ".join(dict.fromkeys(filter(None, told)))
+    return f"on {section.devices(section.results.values())} against {backends or 'stock SGLang'}"
+
+
+def _over(best: dict[str, float], possible: dict[str, float]) -> bool:
+    return any(found > possible[system] for system, found in best.items())
 
 
 def _cut_short(rows: list[tuple], systems: dict[str, float]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .names import SHAPES
+from .names import BACKENDS, SHAPES
 
 SOFTWARE = ("python", "torch", "triton", "sglang")
 
@@ -41,7 +41,7 @@ class Section:
 
     Args:
         figure: what it shows.
-        name: of the file, ``paper-FIGURE-SHAPE``, which the pictures' names begin with.
+        name: of the file, ``paper-FIGURE-SHAPE`` or ``paper-FIGURE-SHAPE-SUFFIX``, which the pictures' names begin with.
         written: the file's content.
         directory: takes the pictures.
         facts: what the takeaways tell of it.
@@ -61,8 +61,8 @@ class Section:
 
     @property
     def shape(self) -> str:
-        shape = self.name.split("-", 2)[2]
-        return SHAPES.get(shape, shape)
+        named = self.name.split("-", 2)[2]
+        return next((told for shape, told in SHAPES.items() if f"{named}-".startswith(f"{shape}-")), named)
 
     @property
     def results(self) -> dict:
@@ -71,6 +71,17 @@ class Section:
     def ceilings(self, result: dict) -> dict[str, float]:
         """Bytes per second that were measured in the run that made ``result``."""
         return self.written["runs"][result["run"]]["ceilings"]
+
+    def devices(self, results: Iterable[dict]) -> str:
+        """Of the runs that made ``results``, each once."""
+        runs = sorted({result["run"] for result in results})
+        return " and ".join(dict.fromkeys(self.written["runs"][run]["device"] for run in runs))
+
+    def backend(self, result: dict, system: str) -> str | None:
+        """The attention backend that the server of ``result`` was started with; None where the run does not tell."""
+        words = self.written["runs"][result["run"]].get(f"server {system}", {}).get("command", "").split()
+        given = [value for flag, value in zip(words, words[1:]) if flag == "--attention-backend"]
+        return BACKENDS.get(given[-1], given[-1]) if given else None
 
     def add(self, *parts: str) -> None:
         self.parts += parts
