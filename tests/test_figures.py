@@ -200,6 +200,8 @@ def test_each_card_has_its_file_its_section_and_its_takeaways(tmp_path, undrawn)
 
     write(tmp_path, "crossover", results(0.02, "flashinfer"), device="H100")
     write(tmp_path, "crossover", results(0.03, "fa3"), suffix="-h200", device="H200")
+    systems = (("freekv-resident-tau-0.9-by-layer", 0.015), ("stock-fa3", 0.01))
+    colds = {f"{system}/32k/b16": served(32768, 16, tpot, 100) for system, tpot in systems}
     rest = dict.fromkeys(goodput.COLUMNS, 1.0) | {"limits": {"ttft_s": 2.0, "tpot_s": 0.05}, "rate": 1.0, "ttfts": [1.0], "tpots": [0.01]}
     rates = {f"{system}/1": rest | {"request_bytes": {"link_bytes": 5.0, "hbm_bytes": 10.0}, "run": 0} for system in ("stock", "freekv")}
     command = {"command": "python -m sglang.launch_server --attention-backend flashinfer --port 1 --attention-backend fa3"}
@@ -217,6 +219,11 @@ def test_each_card_has_its_file_its_section_and_its_takeaways(tmp_path, undrawn)
     assert "It is 3.00 at 8K on H200 against FlashAttention 3. It is 2.00 at 8K on H100 against FlashInfer." in told
     assert "With 1 request of 8K a token takes 3.00 times as long on H200 against FlashAttention 3." in told
     assert "stock SGLang 1.0, on H200 against FlashAttention 3." in told
+    assert "cold prompt" not in told
+    write(tmp_path, "crossover", results(0.03, "fa3") | colds, suffix="-h200", device="H200")
+    assert "times as long there on an idle server. That of a cold prompt takes 1.50 to 1.50 times as long." in figures.page(
+        figures.sections(tmp_path, tmp_path)
+    )
     assert [aim.what.split(":")[0] for aim in made[0].aims[:1]] == [
         "Llama-3.1-8B, on H200 against FlashAttention 3, resident, tau-0.9-by-layer"
     ]

@@ -56,18 +56,19 @@ def _losses(servers: list[dict], facts: dict) -> Iterator[str]:
 
 
 def _lost(server: dict) -> str:
-    """The slowest cell of a card, and its hits."""
-    row, hits = server["slowest"], server["hits"]
+    """The slowest cell of a card, and its first tokens."""
+    row, hits, cold = server["slowest"], server["hits"], server["cold"]
     if row is None or row.tpot[2] <= 1:
         return ""
-    late = (
-        f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long there on an idle server."
-        if hits
-        else ""
-    )
+    late = ""
+    if hits:
+        late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long there on an idle server."
+        late += "" if server["resident"] else " The prefix is then streamed from host memory."
+    if cold and max(cold) > 1:
+        late += f" That of a cold prompt takes {min(cold):.2f} to {max(cold):.2f} times as long."
     return (
         f" With {row.batch} request{'s' * (row.batch > 1)} of {row.context // 1024}K a token takes {row.tpot[2]:.2f} times as long "
-        f"{server['where']}.{late}{' The prefix is then streamed from host memory.' * (late != '' and not server['resident'])}"
+        f"{server['where']}.{late}"
     )
 
 

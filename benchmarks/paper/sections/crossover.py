@@ -183,8 +183,9 @@ def _facts(title: str, rows: list[Compared], held: float, where: str) -> dict:
         return {"held": held, "memory": where, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
     ratios = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
     hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
+    cold = [row.ttft[2] for row in rows if row.prefix == "cold" and row.ttft[2]]
     slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
-    return {"server": {"where": where, "alone": ratios, "hits": hits, "slowest": slowest, "resident": title != PRODUCTION}}
+    return {"server": {"where": where, "alone": ratios, "hits": hits, "cold": cold, "slowest": slowest, "resident": title != PRODUCTION}}
 
 
 def _aims_resident(where: str, load: str, rows: list[Compared]) -> list[Aim]:
