@@ -37,7 +37,7 @@ def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.
 def _norms(p_group, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
     """``[G]`` largest logits of the candidates, and logarithms of the sums of exponentials relative to them."""
     o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
-    b_top, b_sum = tl.full([SIZES.G_BLOCK], FAINT, tl.float32), tl.zeros([SIZES.G_BLOCK], tl.float32)
+    b_top, b_sum = tl.full([SIZES.G_BLOCK], FAINT, tl.float32), tl.full([SIZES.G_BLOCK], 0, tl.float32)
     for first in range(SIZES.SINK, end, SPAN):
         o_p = first + tl.arange(0, SPAN)
         b_logits = tl.load(p_group + o_g * P + o_p[None, :], mask=(o_g < SIZES.G) & (o_p < end)[None, :], other=float("-inf"))
