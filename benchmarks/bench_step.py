@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.paper.decoder import Decoder, Shape
-from benchmarks.profiles import CORRECTED, LOADS, MISSED, Shares
+from benchmarks.profiles import BY_PRESET, CORRECTED, LOADS, MISSED, Shares
 from benchmarks.replay import Controls, drain, replayed
 from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
@@ -167,7 +167,7 @@ def main() -> int:
     parser = arguments(__doc__, "bench_step", [f"{case}/{variant}" for case in CASES for variant in VARIANTS])
     parser.add_argument("--corrected", type=float, default=CORRECTED[0.8])
     parser.add_argument("--missed", type=float, default=MISSED)
-    parser.add_argument("--load", choices=LOADS, help="in the place of --corrected and --missed")
+    parser.add_argument("--load", choices=(LOADS | BY_PRESET), help="in the place of --corrected and --missed")
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
     parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
     parser.add_argument("--page-size", type=int, help="in the place of the preset's")
@@ -180,13 +180,14 @@ def main() -> int:
     wanted, report = chosen(options), Report("bench_step", options.out)
     given = {name: value for name in ("page_size", "digest") if (value := getattr(options, name)) is not None}
     config = FreeKVConfig(**PRESETS[options.preset].settings | given, selection=options.selection)
+    config = replace(config, hysteresis=min(config.hysteresis, 1e-6))  # the load says what is missed; the plan takes as long
     model, staggered = Decoder(SHAPE, DTYPE, DEVICE), options.staggered or config.selects_on_turn
     suffix = "" if options.preset == DEFAULT_PRESET else f"-{options.preset}"
     suffix += f"-page-{config.page_size}-{config.digest}" if given else ""
     suffix += f"-{config.selection}" if config.selects_on_turn else "-staggered" * staggered
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
     suffix += "" if options.load is None else f"-{options.load}"
-    shares = Shares(options.corrected, options.missed) if options.load is None else LOADS[options.load].on(LAYERS)
+    shares = Shares(options.corrected, options.missed) if options.load is None else (LOADS | BY_PRESET)[options.load].on(LAYERS)
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
     shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.plain(DTYPE))
     streams = CudaStream(DEVICE)

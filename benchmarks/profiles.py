@@ -58,3 +58,9 @@ USUAL, NEAREST = "tau-0.8", "tau-0.9-by-layer"  # what most results replay; the 
 LOADS = MappingProxyType(  # by the names that benchmarks take for --load
     {f"tau-{tau:g}": Shares(share, MISSED) for tau, share in sorted(CORRECTED.items())} | {NEAREST: _by_layer(BY_LAYER)}
 )
+BY_PRESET = MappingProxyType(  # of single steps: what each preset does with the same texts
+    {
+        f"{preset}-by-layer": Shares(tuple(shares["corrected_by_layer"]), shares["missed"])
+        for preset, shares in PROFILES["smollm2-135m-instruct-presets"]["presets"].items()
+    }
+)
