@@ -88,6 +88,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv-two-bit": partial(FreeKV, digest="two-bit"),
     "freekv-two-bit-page-8": partial(FreeKV, **TWO_BIT),
     "freekv-two-bit-narrow-page-8": partial(FreeKV, **RECIPE),
+    "freekv-two-bit-narrow-page-16": partial(FreeKV, **RECIPE | {"page": 16}),
+    "freekv-two-bit-narrow-page-16-tau-0.80-hysteresis-1.00": partial(FreeKV, **RECIPE | {"page": 16, "tau": 0.8, "hysteresis": 1.0}),
     "freekv-two-bit-page-8-sink-0-window-16": partial(FreeKV, **TWO_BIT, sink=0, window=16),
     "freekv-two-bit-page-8-sink-8-window-16": partial(FreeKV, **TWO_BIT, sink=8, window=16),
     "freekv-two-bit-page-8-sink-16-window-16": partial(FreeKV, **TWO_BIT, sink=16, window=16),
