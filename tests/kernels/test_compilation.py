@@ -24,7 +24,7 @@ def compiled(kernel, pointers, numbers, **launch):
     constants = {p.name: (numbers | launch)[p.name] for p in kernel.params if p.is_constexpr}
     signature = {p.name: pointers.get(p.name, "fp32" if p.name == "scale" else "i32") for p in kernel.params}
     signature |= dict.fromkeys(constants, "constexpr")
-    options = {name: launch[name] for name in ("num_warps", "num_stages") if name in launch}
+    options = {name: value for name, value in launch.items() if not name.isupper()}
     return triton.compile(ASTSource(kernel, signature, constants, {}), target=GPUTarget("cuda", 90, 32), options=options)
 
 for case in sys.argv[1:]:
@@ -34,10 +34,11 @@ for case in sys.argv[1:]:
     elements = 2 * D + D * S // 4 // ELEMENT[dtype]
     numbers = {"H": 8, "G": G, "D": D, "S": S, "E": elements, "E_WORDS": elements * ELEMENT[dtype] // 4, "WORD": 8}
     compiled(two_bit._digest_two_bit, pointers, numbers, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=triton.next_power_of_2(D // 2))
-    scores = compiled(two_bit._score_two_bit, pointers, numbers, **two_bit.score_launch(G, D, ELEMENT[dtype]))
-    print(case, scores.metadata.shared, flush=True)
+    scores = compiled(two_bit._score_two_bit, pointers, numbers, **two_bit.score_launch(G, D, S))
+    fused = {"bf16": "fma.rn.bf16x2", "fp16": "fma.rn.f16x2", "fp32": "fma.rn.f32"}[dtype]
+    print(case, scores.metadata.shared, scores.asm["ptx"].count(fused), flush=True)
 """
-CASES = [f"{dtype}-{shape}" for dtype in ("bf16", "fp16", "fp32") for shape in ("128-4-8", "90-7-24", "256-8-64")]  # D, G, S
+CASES = [f"{dtype}-{shape}" for dtype in ("bf16", "fp16", "fp32") for shape in ("128-4-8", "90-7-24", "128-1-32", "256-8-64")]  # D, G, S
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -47,14 +48,21 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def shared():
-    """Bytes of shared memory that a score needs, by case. One process compiles all, because it imports for seconds."""
+    """Bytes of shared memory that a score needs, and its products with a sum, by case. One process compiles all: it imports for seconds."""
     done = run(COMPILE, *CASES)
-    return dict(map(str.split, done.stdout.splitlines())) | {"error": done.stderr[-2000:]}
+    return {case: numbers for case, *numbers in map(str.split, done.stdout.splitlines())} | {"error": done.stderr[-2000:]}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_bit_kernels_compile_and_fit_a_small_gpu(shared, case):
-    assert int(shared.get(case, 1 << 30)) <= 99 * 1024, shared["error"]
+    assert case in shared, shared["error"]
+    assert int(shared[case][0]) <= 99 * 1024
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "-128-" in case and "fp32" not in case])
+def test_two_dimensions_of_a_key_are_made_by_one_instruction_that_rounds_once(shared, case):
+    """Of 16 pages of 8 or 16 tokens, by 32 threads. Without it a score takes half as long again, and codes in bfloat16 are lost."""
+    assert int(shared[case][1]) == 16 * (8 if case.endswith("-8") else 16) * 64 // 32, shared["error"]
 
 
 FOLLOW = """

@@ -14,7 +14,8 @@ from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import attend, correction, reference, score, two_bit
 from sglang_freekv.kernels.candidates import Tables, Turn
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.two_bit import codes_of as two_bit_codes
+from sglang_freekv.kernels.two_bit import minus_one as two_bit_minus_one
+from sglang_freekv.kernels.two_bit import numbers_of as two_bit_numbers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bfloat16")
@@ -199,28 +200,31 @@ def check_scores(H, G, D, dtype, index, budget, selects=None):
 
 @pytest.mark.parametrize("H, G, D", TWO_BIT_SHAPES)
 @pytest.mark.parametrize("dtype, index", KINDS)
-@pytest.mark.parametrize("S, programs", [(8, two_bit.PROGRAMS), (16, 60), (24, 1)])
+@pytest.mark.parametrize("S, programs", [(8, None), (16, 60), (24, 1), (32, 10)])
 def test_scores_by_two_bits_are_of_candidates_and_touch_no_other(H, G, D, S, dtype, index, programs, monkeypatch):
-    monkeypatch.setattr(two_bit, "PROGRAMS", programs)
+    if programs is not None:
+        monkeypatch.setattr(two_bit, "PROGRAMS", dict.fromkeys(two_bit.PROGRAMS, programs))
     check_two_bit_scores(H, G, D, S, dtype, index)
 
 
 with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
 
     @triton.jit
-    def _unpack(p_words, p_numbers, TOKEN: tl.constexpr, N: tl.constexpr):
-        b_numbers = two_bit_codes(tl.load(p_words + tl.arange(0, N))[None, :], TOKEN, p_numbers.dtype.element_ty)
+    def _unpack(p_words, p_zeros, p_numbers, TOKEN: tl.constexpr, N: tl.constexpr):
+        b_words, dtype = tl.load(p_words + tl.arange(0, N))[None, :], p_numbers.dtype.element_ty
+        b_numbers = two_bit_numbers(b_words, TOKEN, two_bit_minus_one(tl.load(p_zeros + tl.arange(0, 1))[:, None], dtype), dtype)
         tl.store(p_numbers + tl.arange(0, 2 * N), tl.reshape(b_numbers, (2 * N,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_code_is_the_beginning_of_a_mantissa(dtype):
+def test_a_code_is_in_a_mantissa(dtype):
     words = torch.randint(-(1 << 31), 1 << 31, (64,), dtype=torch.int64).to(torch.int32).to(DEVICE)
     for token in range(8):
         found = torch.zeros(128, dtype=dtype, device=DEVICE)
-        _unpack[(1,)](words, found, TOKEN=token, N=64)
+        _unpack[(1,)](words, torch.zeros(1, dtype=torch.int64, device=DEVICE), found, TOKEN=token, N=64)
+        weight = 32 >> 2 * (token % 3) if dtype == torch.bfloat16 else 1
         codes = torch.stack([words >> (2 * token) & 3, words >> (2 * token + 16) & 3], 1).flatten()
-        assert codes.unique().tolist() == [0, 1, 2, 3] and torch.equal(found, (1 + codes / 4).to(dtype))
+        assert codes.unique().tolist() == [0, 1, 2, 3] and torch.equal(found.double(), -1 - codes / (4 * weight))
 
 
 @pytest.mark.parametrize("S", [8, 32])
