@@ -85,12 +85,12 @@ def test_an_unknown_preset_is_refused(name):
 
 
 def test_a_server_tells_its_preset_and_what_it_set():
-    config = made(freekv_preset="accurate", freekv_tau=0.8, freekv_budget=256)
+    config = made(freekv_preset="accurate", freekv_tau=0.7, freekv_budget=256)
     shape = KVShape(LayerTable.uniform(2, dense=1), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32))
     pool = FreeKVPool(config, shape, 512, 2, 256, "cpu")
-    assert pool.describe()["preset"] == "accurate"
+    assert pool.describe()["preset"] == "accurate" and pool.describe()["hysteresis"] == 1.0
     assert pool.describe()["preset_set"] == ["page_size", "sink_tokens", "window_tokens", "digest", "pooling", "hysteresis"]
-    told = "; preset accurate has set page size 8, sink 16, window 32, digest two-bit, pooling softmax-mean, hysteresis 0"
+    told = "; preset accurate has set page size 8, sink 16, window 32, digest two-bit, pooling softmax-mean, hysteresis 1"
     assert pool.activation_line().endswith(told)
 
 
@@ -100,7 +100,7 @@ def test_the_doctor_carries_a_preset(ask):
     assert answer.flag("--freekv-preset") == "accurate" and "--page-size" not in answer.report["command"]
     assert answer.found["preset"].figures == {"preset": "accurate"} | PRESETS["accurate"].settings
     accurate = PRESETS["accurate"]
-    flags = {"freekv_sink": accurate.sink_tokens, "freekv_window": accurate.window_tokens, "freekv_digest": accurate.digest}
+    flags = {FLAG_OF[setting]: value for setting, value in accurate.settings.items() if setting not in ("page_size", "budget_tokens")}
     words = [word for name, value in flags.items() for word in (typed(name), value)]
     spelled = ask(None, *base, "--page-size", accurate.page_size, "--freekv-budget", accurate.budget_tokens, *words)
     assert answer.tiers == spelled.tiers != ask(None, *base, "--freekv-preset", "fast").tiers

@@ -23,8 +23,11 @@ from benchmarks.accuracy.grid import DENSE, Cell, add_arguments, budget_of, is_d
 from benchmarks.accuracy.method import Budget
 from benchmarks.report import ROOT, Report, arguments, chosen, say
 from benchmarks.setups import words
+from sglang_freekv.config import typed
 from sglang_freekv.launch.server import Server, free_port
+from sglang_freekv.options import FLAGS
 from sglang_freekv.policy import POLICIES
+from sglang_freekv.presets import PRESETS
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 NEVER = -2.0  # below every cosine
@@ -32,7 +35,9 @@ TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them,
 TWO_BIT, MAX, HYSTERESIS = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": "max"}, {"--freekv-hysteresis": 1.4}
 FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
 ON_TURN = TWO_BIT | FINE | {"--freekv-selection": "on-turn"}
+TYPED = {"page_size": "--page-size"} | {flag.setting: typed(name) for name, flag in FLAGS.items()}
 SELECTIONS = {
+    "accurate": {TYPED[setting]: value for setting, value in PRESETS["accurate"].settings.items() if setting != "budget_tokens"},
     "page-16": {"--page-size": 16},
     "page-8": {"--page-size": 8},
     "narrow": {"--freekv-sink": 32, "--freekv-window": 64},

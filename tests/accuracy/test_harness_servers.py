@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.accuracy import grid, run, serve
+from benchmarks.accuracy.methods import METHODS
+from benchmarks.accuracy.methods.freekv import FreeKV
 from benchmarks.accuracy.methods.full import Full
+from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.options import NAMES, Options, config_from
 from sglang_freekv.policy import POLICIES
+from sglang_freekv.presets import PRESETS
 
 ASKED = ["--tasks", "magic-number", "code-word", "--lengths", "360", "--budgets", "160", "192", "--prompts", "3"]
 COUNTS = {"context_pages": 12, "attended_pages": 5, "selected_units": 40, "recalled_units": 10, "corrections": 8, "decode_steps": 2}
@@ -44,7 +49,7 @@ def servers(tmp_path, monkeypatch):
 
     @contextmanager
     def serving(flags, name, directory):
-        if flags.get("--freekv-tau") == 0.8 and "--freekv-selection" not in flags:
+        if flags.get("--freekv-tau") == 0.8 and "--freekv-digest" not in flags:
             raise RuntimeError("does not start")
         started.append(MadeUp(flags, prompts))
         yield started[-1]
@@ -90,6 +95,12 @@ def test_a_server_is_started_for_what_is_not_there(servers):
     assert len(servers("--taus", "0.7", "--only", "*/full", "*/160/freekv*", "--force")[2]) == freekv + 1
 
 
+def config_of(server: MadeUp) -> FreeKVConfig:
+    """What the server makes of its flags."""
+    typed = {name: value for flag, value in server.flags.items() if (name := flag.removeprefix("--").replace("-", "_")) in NAMES}
+    return config_from(Options(**typed), server.flags["--page-size"])
+
+
 def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
     monkeypatch.setattr(serve, "POLICIES", POLICIES)
     _, _, started = servers("--taus", "0.7", "--dense-layers", "2")
@@ -97,9 +108,24 @@ def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
     methods = {server.flags.get("--kv-retrieval") for server in started}
     assert methods == {None, *POLICIES} and not any(flag.startswith("--freekv") for flag in started[0].flags)
     for server in started[1:]:
-        typed = {name: value for flag, value in server.flags.items() if (name := flag.removeprefix("--").replace("-", "_")) in NAMES}
-        config = config_from(Options(**typed), server.flags["--page-size"])
+        config = config_of(server)
         budget = grid.budget_of(config.budget_tokens, 32)
         usual = {(page, budget.sink, budget.window) for page in (32, 16, 8)}
         assert (config.page_size, config.sink_tokens, config.window_tokens) in usual | {(32, 32, 64), (16, 16, 32), (8, 16, 32)}
-        assert config.dense_layers == (0, 1) and ("freekv_tau" not in typed or config.tau in (0.7, 0.8, serve.NEVER))
+        assert config.dense_layers == (0, 1) and ("--freekv-tau" not in server.flags or config.tau in (0.7, 0.8, 0.85, serve.NEVER))
+
+
+def test_the_row_of_a_preset_is_the_preset_at_the_cells_budget(servers, tmp_path):
+    """The budget sets a sink and a window of its own for all rows; the preset's win, and the harness keeps everything in host memory."""
+    _, results, started = servers("--only", "*/freekv-accurate", "*/full")
+    accurate = FreeKVConfig(**PRESETS["accurate"].settings)
+    common = {"dense_layers": (0,), "host_memory_gib": 4.0, "resident_memory_gib": 0.0}
+    assert [config_of(server) for server in started[1:]] == [replace(accurate, budget_tokens=budget, **common) for budget in (160, 192)]
+    assert results["magic-number/360/160/freekv-accurate"]["trace"]["mean"]["attended"] == 5 * accurate.page_size
+
+
+def test_both_halves_have_the_row_of_the_preset():
+    accurate, row = PRESETS["accurate"], METHODS["freekv-accurate"]()
+    told = (row.page, row.sink, row.window, row.tau, row.digest, row.pooling, row.hysteresis)
+    assert told == tuple(value for name, value in accurate.settings.items() if name != "budget_tokens")
+    assert replace(FreeKV(), **{name: getattr(row, name) for name in ("page", "sink", "window", "tau", "digest", "hysteresis")}) == row

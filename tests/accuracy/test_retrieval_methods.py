@@ -31,6 +31,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 FREEKV = {
     "freekv": FreeKV(),
+    "freekv-accurate": FreeKV(0.8, digest="two-bit", page=8, sink=16, window=32, hysteresis=1.0),
     "freekv-no-correction": FreeKV(correction=False),
     "freekv-min-max": FreeKV(digest="min-max"),
     "freekv-page-16": FreeKV(page=16),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.accuracy.method import Method
+from sglang_freekv.presets import PRESETS
 
 from .arkvale import ArkVale
 from .clusterkv import ClusterKV
@@ -24,6 +25,7 @@ from .streaming_llm import StreamingLLM
 TWO_BIT = {"digest": "two-bit", "page": 8}
 RECIPE = TWO_BIT | {"sink": 16, "window": 32}
 ON_TURN, IN_HAND = {"selection": "on-turn"}, {"beyond": "in-hand"}
+ACCURATE = PRESETS["accurate"]  # its budget is the cell's
 BESIDE_RECIPE: dict[str, dict] = {
     "hysteresis": {"hysteresis": 1.4},
     "hysteresis-0.70": {"hysteresis": 0.7},
@@ -78,6 +80,13 @@ METHODS: dict[str, Callable[..., Method]] = {
     "clusterkv": ClusterKV,
     "louiskv": LouisKV,
     "freekv": FreeKV,
+    "freekv-accurate": partial(
+        FreeKV,
+        **{name: getattr(ACCURATE, name) for name in ("tau", "pooling", "digest", "hysteresis")},
+        page=ACCURATE.page_size,
+        sink=ACCURATE.sink_tokens,
+        window=ACCURATE.window_tokens,
+    ),
     "freekv-no-correction": partial(FreeKV, correction=False),
     "freekv-min-max": partial(FreeKV, digest="min-max"),
     "freekv-page-16": partial(FreeKV, page=16),
