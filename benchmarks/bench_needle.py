@@ -17,7 +17,7 @@ from sglang_freekv.launch.server import Server, free_port
 
 LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3
 NEW_TOKENS, CONCURRENCY = 16, 16
-FREEKV = {"--kv-retrieval": "freekv", "--freekv-host-memory": 6, "--freekv-resident-memory": 0}
+FREEKV = {"--kv-retrieval": "freekv", "--freekv-preset": "fast", "--freekv-host-memory": 6, "--freekv-resident-memory": 0}
 SMALL = FREEKV | {"--freekv-budget": 512}
 SYSTEMS = {
     "stock": {"--attention-backend": "flashinfer", "--page-size": 32},

@@ -29,7 +29,7 @@ from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import CudaStream, Streams
-from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
+from sglang_freekv.presets import PRESETS
 from sglang_freekv.retrieval import Retrieval
 
 SHAPE = Shape.of("llama-3.1-8b")
@@ -38,6 +38,7 @@ HOST_TOKENS = 1 << 17
 FRAMES = 2048  # for resident pages: 8 GiB with the usual page size, which no cache holds
 GROWTH = 128  # tokens at most, by which a context grows while its steps are timed
 DTYPE, DEVICE = torch.bfloat16, "cuda"
+USUAL = "fast"  # the preset of the results that name none
 
 
 class Step:
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--missed", type=float, default=MISSED)
     parser.add_argument("--load", choices=(LOADS | BY_PRESET), help="in the place of --corrected and --missed")
     parser.add_argument("--profile", nargs="*", default=[], metavar="PART", help="parts of which to keep the kernels of a step")
-    parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
+    parser.add_argument("--preset", choices=PRESETS, default=USUAL)
     parser.add_argument("--page-size", type=int, help="in the place of the preset's")
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")
     parser.add_argument("--host-tokens", type=int, default=HOST_TOKENS, help="of each layer's host pool, from which page tables draw")
@@ -182,7 +183,7 @@ def main() -> int:
     config = FreeKVConfig(**PRESETS[options.preset].settings | given, selection=options.selection)
     config = replace(config, hysteresis=min(config.hysteresis, 1e-6))  # the load says what is missed; the plan takes as long
     model, staggered = Decoder(SHAPE, DTYPE, DEVICE), options.staggered or config.selects_on_turn
-    suffix = "" if options.preset == DEFAULT_PRESET else f"-{options.preset}"
+    suffix = "" if options.preset == USUAL else f"-{options.preset}"
     suffix += f"-page-{config.page_size}-{config.digest}" if given else ""
     suffix += f"-{config.selection}" if config.selects_on_turn else "-staggered" * staggered
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"

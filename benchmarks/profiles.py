@@ -54,7 +54,7 @@ def _by_layer(name: str) -> Shares:
 
 
 BY_LAYER = "smollm2-135m-instruct"
-USUAL, NEAREST = "tau-0.8", "tau-0.9-by-layer"  # what most results replay; the default tau, on layers that differ as a real model's do
+USUAL, NEAREST = "tau-0.8", "tau-0.9-by-layer"  # what most results replay; fast's tau, on layers that differ as a real model's do
 LOADS = MappingProxyType(  # by the names that benchmarks take for --load
     {f"tau-{tau:g}": Shares(share, MISSED) for tau, share in sorted(CORRECTED.items())} | {NEAREST: _by_layer(BY_LAYER)}
 )

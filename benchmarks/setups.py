@@ -26,7 +26,7 @@ class Setup:
         shape: a file of ``shapes/``, served with dummy weights, or ``needle``.
         device: ``cuda`` or ``cpu``.
         scale: contexts are divided by this; 1 but for a dry run.
-        budget, page_size: of FreeKV, in tokens.
+        budget, page_size: of FreeKV, in tokens. What else a preset sets is that of ``fast``, unless ``extra_freekv`` says otherwise.
         context_length: SGLang's; page tables are as wide.
         host_memory: GiB of FreeKV's host pool.
         max_running: requests that run at once at most, and the largest batch of the decode graphs.
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def edge_pages(self) -> int:
-        """Pages of sink and window together, by FreeKV's defaults."""
+        """Pages of sink and window together, by the preset fast."""
         return 2 * (min(512, self.budget // 4) // self.page_size)
 
     def load(self, corrected: float | Sequence[float], missed: float, tokens: int) -> Load:
@@ -96,7 +96,8 @@ class Setup:
             return flags | {"--attention-backend": "torch_native", "--page-size": 1}
         if system == "stock":
             return flags | {"--attention-backend": "flashinfer"}
-        flags |= {"--kv-retrieval": "freekv", "--freekv-budget": self.budget} | ({} if self.resident else {"--freekv-resident-memory": 0})
+        flags |= {"--kv-retrieval": "freekv", "--freekv-preset": "fast", "--freekv-budget": self.budget}
+        flags |= {} if self.resident else {"--freekv-resident-memory": 0}
         return flags | ({"--freekv-host-memory": self.host_memory} if self.device == "cuda" else {})
 
 

@@ -215,7 +215,7 @@ def main() -> int:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     tokens = max(65536, 4 * options.longest)
     common = {"--model-path": model, "--device": options.device, "--random-seed": 0, "--kv-retrieval": "freekv"}
-    common |= {"--freekv-resident-memory": 0}
+    common |= {"--freekv-preset": "fast", "--freekv-resident-memory": 0}
     common |= {"--max-running-requests": 8, "--max-total-tokens": tokens, "--chunked-prefill-size": 2048}
     if options.device == "cpu":
         common |= {"--dtype": "float32", "--sleep-on-idle": True}

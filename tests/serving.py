@@ -34,8 +34,9 @@ RECALLING = {"--freekv-resident-memory": 0}  # a small server on a CPU has room 
 
 
 def freekv(budget: int, **others) -> dict:
+    """Flags of FreeKV with the pages and boxes of the preset fast, which a CPU serves soonest; ``e2e/test_default.py`` has the default."""
     flags = {f"--freekv-{name.replace('_', '-')}": value for name, value in others.items()}
-    return {"--kv-retrieval": "freekv", "--freekv-budget": budget} | flags
+    return {"--kv-retrieval": "freekv", "--freekv-preset": "fast", "--freekv-budget": budget} | flags
 
 
 class TestServer(Server):

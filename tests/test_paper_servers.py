@@ -20,10 +20,11 @@ from benchmarks.report import Report
 from benchmarks.servers import Stream
 from benchmarks.setups import Setup
 from benchmarks.timing import Ceilings
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import FreeKVConfig, typed
 from sglang_freekv.kernels.frame_tables import FrameTables
 from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
 from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.options import NAMES, Options, config_from
 
 LLAMA = Setup("llama-3.1-8b", max_running=64)
 LIMIT = 16 << 30
@@ -42,6 +43,14 @@ def test_max_running_is_of_servers_and_graphs(tmp_path):
         flags = replace(LLAMA, max_running=40).flags(system, tmp_path)
         assert flags["--max-running-requests"] == flags["--cuda-graph-max-bs-decode"] == 40
     assert Setup().flags("stock", tmp_path)["--max-running-requests"] == 16
+
+
+def test_freekv_has_the_settings_that_committed_results_have(tmp_path):
+    """Whatever the server's default preset is."""
+    flags, names = LLAMA.flags("freekv", tmp_path), {typed(name): name for name in NAMES}
+    config = config_from(Options(**{names[flag]: value for flag, value in flags.items() if flag in names}), flags["--page-size"])
+    assert config == replace(FreeKVConfig(), resident_memory_gib=0, host_memory_gib=75) and config.page_size == 32
+    assert not any(flag in names for flag in LLAMA.flags("stock", tmp_path))
 
 
 def test_default_cells():

@@ -31,7 +31,7 @@ from sglang_freekv.presets import PRESETS
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 NEVER = -2.0  # below every cosine
-TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside the default
+TAUS = (0.7, 0.8, 0.85, 0.95, 1.0)  # these and what follows as run.py has them, beside 0.9
 TWO_BIT, MAX, HYSTERESIS = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": "max"}, {"--freekv-hysteresis": 1.4}
 FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
 ON_TURN = TWO_BIT | FINE | {"--freekv-selection": "on-turn"}
@@ -78,9 +78,11 @@ def flags_of(flags: dict, budget: Budget, options) -> dict:
     if "--kv-retrieval" not in flags:
         return all_flags | ({"--attention-backend": "torch_native"} if on_cpu else {"--attention-backend": "flashinfer"})
     dense = ",".join(map(str, range(options.dense_layers))) or "none"
+    preset = {"--freekv-preset": "fast"} if flags["--kv-retrieval"] == "freekv" else {}  # what a row does not say is fast's
     edges = {"--freekv-budget": budget.total, "--freekv-sink": budget.sink, "--freekv-window": budget.window, "--page-size": budget.page}
     return (
         all_flags
+        | preset
         | edges
         | flags
         | {"--freekv-dense-layers": dense, "--freekv-host-memory": options.host_memory, "--freekv-resident-memory": 0}

@@ -6,7 +6,7 @@
     python -m benchmarks.paper.crossover --suffix h200                              # on a card whose results have a file of their own
     python -m benchmarks.paper.crossover --tables                                   # from the JSON alone
 
-``freekv-resident`` has FreeKV's defaults, under every load of ``--loads``. It is held against the faster of ``stock-fa3`` and
+``freekv-resident`` has the preset fast, under every load of ``--loads``. It is held against the faster of ``stock-fa3`` and
 ``stock-flashinfer``, cell by cell and figure by figure. ``stock`` and ``freekv`` are FlashInfer and FreeKV with nothing resident; of the
 ``-same-kv`` two, all pools of KV on the device fit ``--device-kv``, and FreeKV's pages stay while there is room in them.
 """
@@ -85,7 +85,7 @@ def jobs_of(system: str, cells: Sequence[Cell], loads: Sequence[str]) -> list[Jo
 
 
 def resident_systems(setup: Setup) -> list[System]:
-    """FreeKV as it is by default, and stock SGLang with each of its backends; a CPU has one of its own."""
+    """FreeKV with pages resident, and stock SGLang with each of its backends; a CPU has one of its own."""
     backends = BACKENDS if setup.device == "cuda" else BACKENDS[-1:]
     flags = {backend: {"--attention-backend": backend} if setup.device == "cuda" else {} for backend in backends}
     stock = [System(f"stock-{backend}", "stock", setup, more) for backend, more in flags.items()]

@@ -12,7 +12,7 @@ from the files in `benchmarks/results`, and a test holds it to them. [How each f
 
 MEASURED = """## What was measured
 
-NVIDIA H200s and one H100 with PCIe 5.0, in bfloat16, with dummy weights in the shapes of public models. FreeKV has its defaults: a
+NVIDIA H200s and one H100 with PCIe 5.0, in bfloat16, with dummy weights in the shapes of public models. FreeKV has the preset `fast`: a
 budget of 2,048 tokens with a sink and a window of 512 each, and pages of 32 tokens. Stock SGLang 0.5.17 runs with CUDA graphs. Titles of
 sections name the card, and the attention backend of stock SGLang: FlashAttention 3 or FlashInfer. FP8 KV and HiCache are not in the
 comparison. No figure is of two kinds of card. Cards of one kind differ by some percent, and the two sides of a cell were not always
@@ -38,7 +38,7 @@ LIMITS = """The load has limits that the figures inherit:
 - SGLang's other cells and the ablation replay x {mean:g} at every context, the mean over contexts. The methods at 32K and above replay it, too.
   The source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured
   again. Between 3K and 10K the methods replayed up to 0.01 less than the source.
-- The other cells against stock SGLang replay the c of tau 0.8, and the default tau is 0.9. [The data path](data-path.md) has both.
+- The other cells against stock SGLang replay the c of tau 0.8, and the preset's tau is 0.9. [The data path](data-path.md) has both.
 - Every layer gets the mean of all layers, except under {nearest}. In the one real model that could be measured, layers differ widely:"""
 
 NOTES = """## How to read the methods' rows

@@ -115,6 +115,18 @@ def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
         assert config.dense_layers == (0, 1) and ("--freekv-tau" not in server.flags or config.tau in (0.7, 0.8, 0.85, serve.NEVER))
 
 
+def test_what_a_row_does_not_say_is_not_the_servers_default(servers, monkeypatch):
+    """Results of rows stay results of boxes, at tau 0.9 and without hysteresis, whatever the server's default is."""
+    monkeypatch.setattr(serve, "POLICIES", POLICIES)
+    _, _, started = servers("--taus", "0.7")
+    of = {server.flags["--kv-retrieval"]: server for server in reversed(started[1:])}  # the first of each method has no row's flags
+    rows = [server for server in started if server.flags.get("--freekv-digest") == "two-bit" and "--freekv-tau" not in server.flags]
+    fast = PRESETS["fast"]
+    assert (config_of(of["freekv"]).digest, config_of(of["freekv"]).tau, config_of(of["freekv"]).hysteresis) == (fast.digest, 0.9, 0)
+    assert rows and {config_of(server).tau for server in rows} == {0.9} and 0 in {config_of(server).hysteresis for server in rows}
+    assert all("--freekv-preset" not in server.flags for method, server in of.items() if method != "freekv")
+
+
 def test_the_row_of_a_preset_is_the_preset_at_the_cells_budget(servers, tmp_path):
     """The budget sets a sink and a window of its own for all rows; the preset's win, and the harness keeps everything in host memory."""
     _, results, started = servers("--only", "*/freekv-accurate", "*/full")

@@ -151,8 +151,8 @@ def test_list_and_dry_run_ask_no_server(drive, capfd):
     done = drive("http://127.0.0.1:9", "longbench_v2", "--dry-run", "--model", "M")
     server, dense, evaluator = done.out.splitlines()
     assert server == (
-        "server: python -m sglang.launch_server --model-path M --kv-retrieval freekv --freekv-budget 2048 --freekv-sink 128 "
-        "--freekv-window 128 --freekv-tau 0.8 --freekv-digest min-max"
+        "server: python -m sglang.launch_server --model-path M --kv-retrieval freekv --freekv-preset paper --freekv-budget 2048 "
+        "--freekv-sink 128 --freekv-window 128 --freekv-tau 0.8 --freekv-digest min-max"
     )
     assert dense == "server to compare with: python -m sglang.launch_server --model-path M"
     assert evaluator.startswith("evaluator: ") and " --eval-name longbench_v2 " in evaluator

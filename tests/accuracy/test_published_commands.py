@@ -16,7 +16,7 @@ import pytest
 from benchmarks.accuracy.published.evaluators import EVALUATORS, EvaluatorFailed, Run
 from benchmarks.accuracy.published.presets import PRESETS
 from sglang_freekv.config import FreeKVConfig
-from sglang_freekv.options import FLAGS
+from sglang_freekv.options import FLAGS, Options, config_from
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "benchmarks" / "accuracy" / "published"
@@ -88,6 +88,7 @@ def test_servers_take_the_flags(name):
     assert {flag[2:].replace("-", "_") for flag in flags} <= {*FLAGS}
     edges = {"sink_tokens": preset.sink, "window_tokens": preset.window}
     config = FreeKVConfig(budget_tokens=preset.budget, **edges, tau=preset.tau, digest="min-max")
+    assert config == config_from(Options(**{flag[2:].replace("-", "_"): value for flag, value in flags.items()}), None)
     built = vars(config) | {"dense_layers": list(config.dense_layers)}
     assert preset.differences(built) == [] and len(preset.differences(built | {"page_size": 16, "tau": 0})) == 2
     assert "--kv-retrieval" not in preset.server_command("M", dense=True)

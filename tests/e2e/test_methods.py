@@ -21,7 +21,7 @@ def questions() -> list[tasks.Prompt]:
 
 @pytest.fixture(scope="module")
 def servers(serve):
-    with serve(*(freekv(512) | {"--kv-retrieval": method} for method in BLOCKING)) as started:
+    with serve(*(freekv(512) | {"--kv-retrieval": method, "--freekv-preset": None} for method in BLOCKING)) as started:
         yield dict(zip(BLOCKING, started))
 
 
@@ -35,13 +35,14 @@ def test_a_blocking_method_selects_for_every_kv_head_in_every_step(servers, ques
         counts = answer["meta_info"]["freekv"]
         assert counts["corrections"] == counts["correction_decisions"] == counts["decode_steps"] * LAYERS * HEADS
         assert counts["attended_pages"] < counts["context_pages"]
-    assert server.get("/server_info")["freekv"]["method"] == method
+    told = server.get("/server_info")["freekv"]
+    assert (told["method"], told["page_size"], told["digest"], told["preset"]) == (method, 32, METHODS[method].digest, None)
     assert server.flush()["host_pages_used"] == 0
 
 
 @pytest.fixture(scope="module")
 def louiskv(serve):
-    with serve(freekv(512) | {"--kv-retrieval": "louiskv"}) as (server,):
+    with serve(freekv(512) | {"--kv-retrieval": "louiskv", "--freekv-preset": None}) as (server,):
         yield server
 
 
@@ -55,4 +56,5 @@ def test_a_trigger_corrects_all_kv_heads_of_a_layer_or_none(louiskv, questions):
         assert counts["corrections"] % HEADS == 0 and 0 < counts["corrections"] < counts["correction_decisions"]
     told = server.get("/server_info")["freekv"]
     assert (told["method"], told["tau"]) == ("louiskv", METHODS["louiskv"].tau)
+    assert (told["page_size"], told["digest"], told["hysteresis"], told["preset"]) == (32, "cuboid-mean", 0, None)
     assert server.flush()["host_pages_used"] == 0

@@ -79,6 +79,7 @@ class Preset:
     def server_flags(self) -> dict[str, object]:
         return {
             "--kv-retrieval": "freekv",
+            "--freekv-preset": "paper",
             "--freekv-budget": self.budget,
             "--freekv-sink": self.sink,
             "--freekv-window": self.window,

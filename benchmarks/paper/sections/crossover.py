@@ -31,7 +31,7 @@ TOLD = {
     SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang.{stay} "
     "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
 } | {
-    title: f"FreeKV has its defaults: pages stay on the device while there is room. It replays {_told_of(LOADS[load])}.{{slower}} "
+    title: f"FreeKV has the preset `fast`, and pages stay on the device while there is room. It replays {_told_of(LOADS[load])}.{{slower}} "
     f"Prompts that hit were sent {crossover.HIT_PASSES + 1} times. A TTFT has no ratio where its two "
     "sides are of two machines, or where one is a hit and the other is cold."
     for title, load in crossover.UNDER.items()
