@@ -8,9 +8,27 @@ from typing import NamedTuple
 
 from sglang_freekv.config import Refusal
 from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.presets import PRESETS
 
-CORRECTED, MISSED = 0.13, 0.21  # shares of kv heads and of selected pages, measured on a reasoning model
 MOST_REQUESTS = 4096  # SGLang's default limit
+
+
+class Recalled(NamedTuple):
+    """What a decode step recalls, as it was measured.
+
+    Args:
+        missed: share of the selected pages that the step before did not select.
+        awaited: share of these for which attention waits.
+        where: it was measured.
+    """
+
+    missed: float
+    awaited: float
+    where: str
+
+
+BOXES = Recalled(0.21, 0.13, "on one reasoning model with budget 2048")
+ACCURATE = Recalled(0.10, 0.48, "on real texts by SmolLM2-135M with budget 512")  # benchmarks/results/real.json
 
 
 class Room(NamedTuple):
@@ -56,10 +74,17 @@ class Footprint:
         return self.sizing.dense_bytes_per_token
 
     @property
+    def recalled(self) -> Recalled:
+        """Shares of settings that are alike: those of the preset accurate, or boxes and whatever else was not measured."""
+        config, accurate = self.sizing.config, PRESETS["accurate"]
+        alike = all(getattr(config, name) == getattr(accurate, name) for name in ("page_size", "tau", "digest", "hysteresis"))
+        return ACCURATE if alike else BOXES
+
+    @property
     def recalled_bytes(self) -> float:
         """Bytes that one decode step of a request recalls: the units that it selects and the step before did not."""
         config = self.sizing.config
-        return MISSED * config.pages.selected * config.page_size * self.sizing.host_bytes_per_token
+        return self.recalled.missed * config.pages.selected * config.page_size * self.sizing.host_bytes_per_token
 
     def device_bytes(self, requests: int) -> float:
         """Device bytes of ``requests`` at once, including the row of padding and the staging buffers."""

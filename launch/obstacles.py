@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, floor
 
-from sglang_freekv.config import GIB
+from sglang_freekv.config import GIB, Refusal
 from sglang_freekv.launch.finding import Finding, size
 from sglang_freekv.launch.plan import MOST_HOST_SHARE, Plan, most_that
+from sglang_freekv.options import NAMES, Options, config_from
+
+SMALLEST = "fast"  # the preset whose digests take the least device memory
 
 
 def obstacles_of(plan: Plan) -> list[Finding]:
@@ -89,6 +92,8 @@ def _cures(plan: Plan) -> Iterator[str]:
         yield f"`--freekv-host-memory {pool.host_gib:g}`"
     elif host := _with_more_host_memory(plan):
         yield f"{size(host.hardware.host_bytes)} of host memory"
+    if _with_smallest_preset(plan):
+        yield f"`--freekv-preset {SMALLEST}`"
     if smaller := _with_smaller_weights(plan):
         bits = "8" if smaller.weight_share == 0.5 else "4"
         yield f"a checkpoint in {bits} bits"
@@ -138,6 +143,18 @@ def _with_more_host_memory(plan: Plan) -> Plan | None:
         return None
     needed = ceil(plan.needed_host_bytes * plan.ranks / MOST_HOST_SHARE / GIB + 1) * GIB
     other = replace(_with_pool(plan, None), hardware=replace(plan.hardware, host_bytes=max(needed, plan.hardware.host_bytes)))
+    return other if other.fits else None
+
+
+def _with_smallest_preset(plan: Plan) -> Plan | None:
+    """The plan with the smallest preset and the flags that were given; None if these exclude it, or if it does not fit then."""
+    given = {flag: value for flag, value in plan.question.typed.items() if flag in NAMES}
+    try:
+        asked = Options(**given | {"kv_retrieval": plan.config.method, "freekv_preset": SMALLEST})
+        config = config_from(asked, plan.question.server.page_size)
+    except Refusal:
+        return None
+    other = replace(plan, question=replace(plan.question, config=config))
     return other if other.fits else None
 
 

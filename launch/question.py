@@ -27,7 +27,7 @@ ABOUT = """Plans a server with KV retrieval: what it takes of host and device me
 GPU and without weights, config.json alone is enough. Without --model-path it tells whether this machine can serve."""
 EXAMPLE = """\
 example, on any machine:
-  freekv-doctor --model-path Llama-3.1-70B --tp 4 --requests 32 --context-length 128Ki --gpu H100 --host-memory 1.8TiB
+  freekv-doctor --model-path Llama-3.1-70B --tp 4 --requests 8 --context-length 128Ki --gpu H100 --host-memory 1.8TiB
 
 exit status: 0, nothing found that would stop the server; 1, something would; 2, bad input, in one line"""
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from sglang_freekv.config import Refusal
 from sglang_freekv.launch.finding import Finding, size
-from sglang_freekv.launch.footprint import CORRECTED, MISSED
 from sglang_freekv.launch.obstacles import obstacles_of
 from sglang_freekv.launch.plan import Plan
 
@@ -217,13 +216,13 @@ def _frames(plan: Plan) -> Iterator[Finding]:
 
 
 def _recall(plan: Plan) -> Iterator[Finding]:
-    recalled, link = plan.footprint.recalled_bytes, plan.hardware.link
+    recalled, link, shares = plan.footprint.recalled_bytes, plan.hardware.link, plan.footprint.recalled
     each = " a rank" if plan.ranks > 1 else ""
     value = (
-        f"{recalled / 1e6:.1f} MB per decoded token{each} where {MISSED:.0%} of the selected pages are missing, {CORRECTED:.0%} of it "
-        "ahead of attention (shares measured on one reasoning model with budget 2048)"
+        f"{recalled / 1e6:.1f} MB per decoded token{each} where {shares.missed:.0%} of the selected pages are missing, {shares.awaited:.0%} of it "
+        f"ahead of attention (shares measured {shares.where})"
     )
-    yield Finding("recall", value, figures={"bytes_per_token": recalled, "corrected": CORRECTED, "missed": MISSED})
+    yield Finding("recall", value, figures={"bytes_per_token": recalled, "awaited": shares.awaited, "missed": shares.missed})
     if link is not None:
         value = f"the link ({link / 1e9:.1f} GB/s, {plan.hardware.origin}) sustains {link / recalled:.0f} tokens/s over all requests"
         yield Finding("decode rate", value, figures={"tokens_per_s": link / recalled, "link_bytes_per_s": link})

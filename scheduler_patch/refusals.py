@@ -129,7 +129,7 @@ RESOLVED_RULES = (
     ),
     Rule(
         lambda s, m, c: c.page_size == 1,
-        "--page-size 1: a page of one token has nothing to summarise; use --page-size 32",
+        "--page-size 1: a page of one token has nothing to summarise; use --page-size 8, or leave it out",
     ),
     Rule(
         lambda s, m, c: s.chunked_prefill_size > 0 and s.chunked_prefill_size % c.page_size,

@@ -156,7 +156,7 @@ class FreeKVConfig:
 
     def _check_whole_pages(self) -> None:
         if self.page_size < 1:
-            raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}")
+            raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}, or leave it out")
         edge = MOST_SLOTS // 4  # twice the sum of sink and window then fits MOST_SLOTS
         for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge), ("dense-below", 0, MOST_SLOTS)):
             tokens = getattr(self, f"{name.replace('-', '_')}_tokens")
@@ -230,7 +230,7 @@ class FreeKVConfig:
     def _check_hysteresis(self) -> None:
         if not 0 <= self.hysteresis <= MOST_NATS:
             raise Refusal(
-                f"--freekv-hysteresis {self.hysteresis:g}: expected 0 to {MOST_NATS:g} nats; use 1.4 for fewer recalls, or leave it out"
+                f"--freekv-hysteresis {self.hysteresis:g}: expected 0 to {MOST_NATS:g} nats; use 1 for fewer recalls, or 0 for none of it"
             )
 
     def _check_recall_timing(self) -> None:

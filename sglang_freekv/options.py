@@ -23,10 +23,12 @@ from sglang_freekv.methods import METHODS
 from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
 DEFAULTS = FreeKVConfig(**PRESETS[DEFAULT_PRESET].settings)
+OTHERS = FreeKVConfig()  # sizes of the other methods, and of the other presets
 
 ABOUT = (
     "Keep the KV cache of every request in host memory, and a budget of it on the device. Each decode step attends to the sink, the "
-    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULTS.page_size} unless it or --freekv-preset is given. A context "
+    f"selected pages and the window. Token counts are multiples of --page-size, which is {DEFAULTS.page_size} unless it or --freekv-preset is given, and "
+    f"{OTHERS.page_size} with another method than freekv. A context "
     "that fits the budget is attended to in full. In float32 on a CPU its tokens are then stock SGLang's. In bfloat16 on a GPU 99.4% of them "
     "are, and stock SGLang's own repeat gives 99.8%."
 )
@@ -55,20 +57,21 @@ FLAGS = {
     "freekv_sink": Flag(
         "sink_tokens",
         TOKENS,
-        f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens}, or a quarter of the budget "
-        "if that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
+        f"First tokens of the context, always attended to. Default: {DEFAULTS.sink_tokens} ({OTHERS.sink_tokens} with the presets fast and "
+        "paper, and with the other methods), or a quarter of the budget if that is less, in whole pages, at least one. Raise it if instructions at the start of long prompts get lost.",
     ),
     "freekv_window": Flag(
         "window_tokens",
         TOKENS,
-        f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens}, or a quarter of the budget "
-        "if that is less, in whole pages, at least two. Raise it for long generation.",
+        f"Last tokens of the context, always attended to. Default: {DEFAULTS.window_tokens} ({OTHERS.window_tokens} with the presets fast and "
+        "paper, and with the other methods), or a quarter of the budget if that is less, in whole pages, at least two. Raise it for long generation.",
     ),
     "freekv_tau": Flag(
         "tau",
         COSINE,
         "A kv head is corrected if the cosine of its query with the last one is below this: it selects and recalls before it "
-        f"attends. Default: {DEFAULTS.tau:g}, for long generation; 0.8 suits long input. Above 1 every kv head is corrected in every step, "
+        f"attends. Default: {DEFAULTS.tau:g} ({PRESETS['fast'].tau:g} with the presets fast and paper). The FreeKV paper has 0.9 for long generation and "
+        "0.8 for long input. Above 1 every kv head is corrected in every step, "
         f"below -1 none is. With louiskv all kv heads of a layer are corrected together, and the default is {METHODS['louiskv'].tau:g}. "
         "arkvale and quest always correct, and refuse this flag.",
     ),
@@ -82,10 +85,11 @@ FLAGS = {
     "freekv_digest": Flag(
         "digest",
         one_of(*DIGESTS),
-        f"What a page is scored by. Default: {DEFAULTS.digest}, but min-max with quest. min-max is the smallest box "
+        f"What a page is scored by. Default: {DEFAULTS.digest} ({PRESETS['fast'].digest} with the preset fast, with arkvale and with louiskv; min-max with "
+        "the preset paper and with quest). min-max is the smallest box "
         "that holds the page's keys, as in the FreeKV and Quest papers. cuboid-mean is a narrower box, as wide as the keys' mean distance "
         "from its centre, and finds more. two-bit adds two bits for each dimension of each key, and finds single tokens, best with "
-        "--page-size 8. It takes more device memory, and each step takes longer.",
+        "--page-size 8, and takes pages of a multiple of 8 tokens. It takes more device memory, and each step takes longer.",
     ),
     "freekv_pooling": Flag(
         "pooling",
@@ -97,9 +101,9 @@ FLAGS = {
     "freekv_hysteresis": Flag(
         "hysteresis",
         NATS,
-        f"How many nats the pages of a kv head's last selection weigh more in the next one. Default: {DEFAULTS.hysteresis:g}. A page that is "
-        "not much better then replaces none of them, so fewer pages are recalled. 1.4 makes a page of the last selection weigh four "
-        "times as much. What it does to answers has not been measured on tasks.",
+        f"How many nats the pages of a kv head's last selection weigh more in the next one. Default: {DEFAULTS.hysteresis:g} ({OTHERS.hysteresis:g} with the "
+        "presets fast and paper, and with the other methods). A page that is not much better then replaces none of them, so fewer pages "
+        "are recalled. 1 makes a page of the last selection weigh 2.7 times as much.",
     ),
     "freekv_selection": Flag(
         "selection",
@@ -193,6 +197,7 @@ class Options(SimpleNamespace):
 NAMES = tuple(FLAGS)
 SIZES = ("freekv_preset", "freekv_budget", "freekv_sink", "freekv_window", "freekv_device_cache", "freekv_dense_below", "freekv_digest")
 ADVISED_PAGE_SIZES = range(2, 1025)
+BOXES = f", or --freekv-digest {DIGESTS[0]} beside it"
 
 
 def config_from(options: Options, page_size: int | None) -> FreeKVConfig:
@@ -211,7 +216,7 @@ def config_from(options: Options, page_size: int | None) -> FreeKVConfig:
 
 def _refuse_page_size(options: Options, page_size: int | None) -> None:
     """Raise a Refusal if the other sizes exclude ``page_size`` but allow another one; it advises the nearest of these."""
-    if page_size is None or page_size < 1 or page_size == DEFAULTS.page_size:
+    if page_size is None or page_size < 1 or page_size == _defaults(options).get("page_size", FreeKVConfig.page_size):
         return
     sizes = Options(**{name: getattr(options, name) for name in ("kv_retrieval", *SIZES)})
     reason = _reason_against(sizes, page_size)
@@ -222,7 +227,14 @@ def _refuse_page_size(options: Options, page_size: int | None) -> None:
         budget = _defaults(sizes).get("budget_tokens", FreeKVConfig.budget_tokens)
     for size in sorted(_divisors(budget), key=lambda size: abs(size - page_size)):
         if _reason_against(sizes, size) is None:
-            raise Refusal(f"--page-size {page_size}: expected one that suits the other sizes ({reason}); use --page-size {size}")
+            instead = BOXES if _boxes_suit(sizes, page_size) else ""
+            raise Refusal(f"--page-size {page_size}: expected one that suits the other sizes ({reason}); use --page-size {size}{instead}")
+
+
+def _boxes_suit(sizes: Options, page_size: int) -> bool:
+    """Whether a digest is all that excludes ``page_size``, and is the preset's."""
+    boxes = sizes.but(freekv_digest=DIGESTS[0])
+    return sizes.freekv_digest is None and page_size in ADVISED_PAGE_SIZES and _reason_against(boxes, page_size) is None
 
 
 def _reason_against(options: Options, page_size: int) -> str | None:

@@ -22,7 +22,8 @@ from sglang_freekv.scheduler_patch import arguments
 
 TOKEN = 2 * 8 * 128 * 2  # keys and values of one layer of Llama-3.1-8B: 4096 bytes
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-QUESTION = ("--tp", 4, "--requests", 32, "--context-length", "128Ki", "--gpu", "H100", "--host-memory", "1.8TiB")
+QUESTION = ("--tp", 4, "--requests", 8, "--context-length", "128Ki", "--gpu", "H100", "--host-memory", "1.8TiB")
+FAST = ("--model-path", LLAMA, "--freekv-preset", "fast")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 REFUSED = {  # a config that differs from Llama's, and a word of the reason
@@ -45,7 +46,7 @@ REFUSED = {  # a config that differs from Llama's, and a word of the reason
 
 
 def test_llama_by_hand(make_machine, ask):
-    answer = ask(make_machine(FakeGpu()), "--model-path", LLAMA, "--context-length", 32768, "--requests", 3)
+    answer = ask(make_machine(FakeGpu()), "--model-path", LLAMA, "--context-length", 32768, "--requests", 3, "--freekv-preset", "fast")
     tiers, weights = answer.tiers, answer.found["weights"].figures
     assert (weights["parameters"], weights["bytes"]) == (8_030_261_248, 2 * 8_030_261_248)  # as published
     assert (tiers["host pool"]["per_token"], tiers["host pool"]["per_request"]) == (31 * TOKEN, 32768 * 31 * TOKEN)
@@ -62,19 +63,32 @@ def test_llama_by_hand(make_machine, ask):
     assert answer.found["decode rate"].figures["tokens_per_s"] == pytest.approx(50e9 / (31 * 1024 * TOKEN * 0.21))
 
 
+def test_the_default_by_hand(make_machine, ask):
+    answer = ask(make_machine(FakeGpu()), "--model-path", LLAMA, "--context-length", 32768, "--requests", 3)
+    assert answer.found["preset"].figures["preset"] == "accurate" and "--page-size" not in answer.report["command"]
+    assert answer.tiers["digests"]["per_token"] == 31 * TOKEN * (1 / 8 + 1 / 16)  # a box for 8 tokens, and two bits in the place of 32
+    assert answer.tiers["digests"]["per_token"] + answer.tiers["dense layers"]["per_token"] == 27.25 * 1024
+    recalled = answer.found["recall"].figures
+    assert recalled == {"bytes_per_token": pytest.approx(31 * (2048 - 16 - 32) * TOKEN * 0.1), "awaited": 0.48, "missed": 0.1}
+    others = (("--page-size", 16), ("--freekv-hysteresis", 0), ("--freekv-tau", 0.9), ("--freekv-digest", "cuboid-mean"))
+    for other in others:  # were not measured together with the rest
+        figures = ask(None, "--model-path", LLAMA, "--gpu", "H100", "--host-memory", 512, *other).found["recall"].figures
+        assert (figures["awaited"], figures["missed"]) == (0.13, 0.21)
+
+
 def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path, monkeypatch):
     answer = ask(None, "--model-path", model_file(tmp_path, LLAMA_70B), *QUESTION)
     assert answer.code == 0 and answer.report["verdict"].startswith(
-        "fits: 32 requests of 131072 tokens on 4 x H100 (79.1 GiB) with 1.80 TiB"
+        "fits: 8 requests of 131072 tokens on 4 x H100 (79.1 GiB) with 1.80 TiB"
     )
-    assert answer.tiers["host pools, 4 ranks"]["all_requests"] == 32 * 131072 * 79 * TOKEN
-    assert answer.tiers["host pool a rank"]["all_requests"] == 32 * 131072 * 79 * TOKEN / 4
+    assert answer.tiers["host pools, 4 ranks"]["all_requests"] == 8 * 131072 * 79 * TOKEN
+    assert answer.tiers["host pool a rank"]["all_requests"] == 8 * 131072 * 79 * TOKEN / 4
     parameters = 70_553_706_496  # as published
     assert answer.found["weights"].figures == {"bytes": 2 * parameters, "parameters": parameters}
     repeated = 2 * (161 * 8192) * 3  # norms, on each rank
     assert answer.tiers["devices, 4 ranks"]["all_requests"] - 4 * answer.tiers["weights a rank"]["all_requests"] > 0
     assert answer.tiers["weights a rank"]["all_requests"] == pytest.approx((2 * parameters + repeated) / 4, abs=1)
-    assert (answer.flag("--tp-size"), answer.flag("--max-running-requests"), answer.flag("--context-length")) == ("4", "32", "131072")
+    assert (answer.flag("--tp-size"), answer.flag("--max-running-requests"), answer.flag("--context-length")) == ("4", "8", "131072")
     assert float(answer.flag("--freekv-host-memory")) * 4 < 1843
     parser = argparse.ArgumentParser()
     monkeypatch.setattr(arguments, "_typed", [])  # what a command line asks for is noted until ServerArgs is made of it
@@ -99,7 +113,8 @@ def test_kv_heads_are_repeated_where_there_are_more_ranks(ask, tmp_path):
     "context, budget, page, ranks", [(163840, 2048, 32, 1), (4000, 512, 16, 2), (8192, 1024, 64, 8), (32768, 512, 32, 16)]
 )
 def test_figures_are_those_of_sizing(ask, context, budget, page, ranks):
-    flags = ("--context-length", context, "--freekv-budget", budget, "--page-size", page, "--tp-size", ranks, "--gpu", 80)
+    flags = ("--freekv-preset", "fast", "--context-length", context, "--freekv-budget", budget, "--page-size", page)
+    flags += ("--tp-size", ranks, "--gpu", 80)
     answer = ask(None, "--model-path", LLAMA, *flags, "--host-memory", 200 * ranks)
     edge = min(512, budget // 4)
     config = FreeKVConfig(budget_tokens=budget, sink_tokens=edge, window_tokens=edge, page_size=page)
@@ -123,13 +138,14 @@ def test_figures_are_those_of_sizing(ask, context, budget, page, ranks):
 
 def test_the_servers_flags_change_the_sizes(ask):
     base = ("--model-path", LLAMA, "--gpu", "H100", "--host-memory", 512, "--context-length", 32768, "--requests", 2)
+    base += ("--freekv-preset", "fast")
     plain = ask(None, *base).tiers
     flags = ("--page-size", 8, "--freekv-digest", "two-bit", "--freekv-sink", 16, "--freekv-window", 32, "--freekv-dense-layers", "0,5")
     fine = ask(None, *base, *flags, "--freekv-canary", "full")
     assert fine.tiers["digests"]["per_request"] == 32768 // 8 * 30 * 8 * (2 * 128 * 2 + 128 * 8 * 2 // 8 + 4)
     assert fine.tiers["dense layers"]["per_request"] == 2 * plain["dense layers"]["per_request"]
     assert shlex.join(fine.report["command"]).endswith(
-        "--page-size 8 --freekv-sink 16 --freekv-window 32 --freekv-digest two-bit --freekv-dense-layers 0,5 --freekv-canary full "
+        "--page-size 8 --freekv-preset fast --freekv-sink 16 --freekv-window 32 --freekv-digest two-bit --freekv-dense-layers 0,5 --freekv-canary full "
         "--mem-fraction-static 0.85"
     )
     larger = ask(None, *base, "--freekv-device-cache", 4096).tiers
@@ -155,11 +171,11 @@ def test_yarn_makes_the_context_longer(ask, tmp_path):
 
 
 def test_capacity_by_hand(make_machine, ask):
-    answer = ask(make_machine(FakeGpu(), available=100), "--model-path", LLAMA, "--context-length", 131072)
+    answer = ask(make_machine(FakeGpu(), available=100), *FAST, "--context-length", 131072)
     assert answer.code == 0 and answer.report["requests"] == 4  # 15.5 GiB each, of 70
     assert shlex.join(answer.report["command"]) == (
         f"python -m sglang.launch_server --model-path {LLAMA} --kv-retrieval freekv --freekv-budget 2048 --freekv-host-memory 70 "
-        "--context-length 131072 --max-running-requests 4 --mem-fraction-static 0.85"
+        "--context-length 131072 --max-running-requests 4 --freekv-preset fast --mem-fraction-static 0.85"
     )
     left = int(80 * GIB * 0.85) - 2 * 8_030_261_248
     sizing = Sizing(FreeKVConfig(), KVShape(LayerTable.uniform(31, dense=1), 8, 32, 128, (2, 128), KVFormat.plain(torch.bfloat16)), 131072)
@@ -170,9 +186,9 @@ def test_capacity_by_hand(make_machine, ask):
         frames == pytest.approx(left - staging - tokens * (4096 + 31 * 128) - 5 * sizing.table_bytes, abs=2 * page) and frames % page == 0
     )
     assert told == {"frames": frames // page, "promised": 66, "longest_requests": 4, "rows": 4}
-    fewer = ask(make_machine(FakeGpu(), available=100), "--model-path", LLAMA, "--context-length", 131072, "--freekv-resident-memory", 3)
+    fewer = ask(make_machine(FakeGpu(), available=100), *FAST, "--context-length", 131072, "--freekv-resident-memory", 3)
     assert fewer.found["frames"].figures["frames"] == 3 * GIB // page + 5 * 64
-    roomy = ask(None, "--model-path", LLAMA, "--context-length", 131072, "--gpu", 80, "--host-memory", "4TiB")
+    roomy = ask(None, *FAST, "--context-length", 131072, "--gpu", 80, "--host-memory", "4TiB")
     assert roomy.report["requests"] == (left - staging - padding) // (request + sizing.row_bytes) == 41
     assert answer.found["frames"].value == (
         f"{frames // page}, for {frames // page * 32} tokens that need no recall; under pressure a request keeps 2112 of its tokens there, "
@@ -187,7 +203,7 @@ def test_on_a_cpu_the_suggestion_leaves_room_for_the_weights(make_machine, ask):
 
 
 def test_a_given_link_and_estimates(ask):
-    flags = ("--model-path", LLAMA, "--context-length", 16384, "--host-memory", 64)
+    flags = (*FAST, "--context-length", 16384, "--host-memory", 64)
     given = ask(None, *flags, "--gpu", "H200", "--link-gb-per-s", 54).found["decode rate"].value
     assert given == "the link (54.0 GB/s, given) sustains 1978 tokens/s over all requests"
     assert "an estimate for A100" in ask(None, *flags, "--gpu", "a100").found["decode rate"].value
@@ -214,6 +230,7 @@ SHORT = {  # flags, and what is named as too small
     "GPUs": (("--tp", 4, "--gpus", 2, "--gpu", "H100", "--host-memory", 512), {"GPUs"}),
     "tokens": (("--requests", 2, "--gpu", "H100", "--host-memory", 512, "--max-total-tokens", 131072), {"--max-total-tokens"}),
     "rows": (("--requests", 9, "--gpu", "H100", "--host-memory", 512, "--max-running-requests", 8), {"--max-running-requests"}),
+    "digests": (("--requests", 20, "--gpu", "H100", "--host-memory", "1TiB"), {"device memory"}),
     "both": (("--requests", 256, "--gpu", "H100", "--host-memory", 256), {"host memory", "device memory"}),
 }
 
@@ -236,6 +253,15 @@ def test_what_does_not_fit_has_remedies_that_hold(ask, case):
             assert again is None or again.code == 0, (words, again.report["verdict"])
 
 
+def test_a_preset_with_smaller_digests_is_named_where_it_fits(ask):
+    flags = ("--model-path", LLAMA, "--context-length", 131072, *SHORT["digests"][0])
+    cure = "`--freekv-preset fast`"
+    assert cure in ask(None, *flags).found["device memory"].remedy and ask(None, *flags, "--freekv-preset", "fast").code == 0
+    assert cure not in ask(None, *flags, "--freekv-digest", "two-bit", "--page-size", 8).found["device memory"].remedy
+    assert cure not in ask(None, *flags, "--freekv-sink", 1600).found["device memory"].remedy  # fast's window finds no room beside it
+    assert cure not in ask(None, *flags, "--kv-retrieval", "quest", "--requests", 90).found["device memory"].remedy
+
+
 def _without(flags: tuple, name: str) -> list:
     """``flags`` without ``name`` and its value; a host memory that is named has the pool take its share again."""
     names = {name, "--tp"} if name == "--tp-size" else {name}
@@ -244,8 +270,10 @@ def _without(flags: tuple, name: str) -> list:
 
 def test_weights_that_do_not_fit_are_cured_by_ranks_or_smaller_ones(ask, tmp_path):
     path = model_file(tmp_path, LLAMA_70B)
-    answer = ask(None, "--model-path", path, "--gpu", "H100", "--host-memory", 512, "--context-length", 32768)
+    plan = ("--model-path", path, "--gpu", "H100", "--host-memory", 512, "--context-length", 32768)
+    answer = ask(None, *plan, "--freekv-preset", "fast")
     assert answer.found["room for weights"].remedy == "`--tp-size 2` on 2 GPUs; or a checkpoint in 4 bits"
+    assert ask(None, *plan).found["room for weights"].remedy == "`--tp-size 4` on 4 GPUs; or a checkpoint in 4 bits"
 
 
 def test_what_nobody_said_is_not_called_checked(ask):

@@ -13,12 +13,14 @@ import yaml
 from sglang_freekv import __version__
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import GIB, FreeKVConfig, typed
+from sglang_freekv.digests import digests_of
 from sglang_freekv.launch import flags
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.metrics import METRICS
-from sglang_freekv.options import FLAGS
+from sglang_freekv.options import DEFAULTS, FLAGS
+from sglang_freekv.presets import PRESETS
 from sglang_freekv.scheduler_patch import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,14 +129,32 @@ def test_the_citation_is_of_this_version_and_of_the_paper():
     assert [work["url"] for work in citation["references"]] == ["https://arxiv.org/abs/2505.13109"]
 
 
+def sizing_of(config: FreeKVConfig, counts: tuple[int, int, int], context_len: int) -> Sizing:
+    """Of a model with so many layers, kv heads and query heads of 128 dimensions, in bfloat16."""
+    layers, kv_heads, query_heads = counts
+    kinds, digest = LayerTable.uniform(layers - 1, dense=1), digests_of(config).shape(128, torch.bfloat16.itemsize)
+    return Sizing(config, KVShape(kinds, kv_heads, query_heads, 128, digest, KVFormat.plain(torch.bfloat16)), context_len)
+
+
+def test_the_device_memory_of_a_token_is_told_for_each_preset():
+    rows = {
+        name: line
+        for name in PRESETS
+        for line in DOCUMENTS["README.md"].read_text().splitlines()
+        if line.startswith(f"| `--freekv-preset {name}`")
+    }
+    for name, preset in PRESETS.items():
+        kib = sizing_of(FreeKVConfig(**preset.settings), MODELS["Llama-3.1-8B"], 1 << 15).device_bytes_per_token / 1024
+        assert rows[name].endswith(f" {kib:.0f} KiB |")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_memory_of_a_request_is_what_the_server_reckons(model):
-    layers, kv_heads, query_heads = MODELS[model]  # of 128 dimensions, in bfloat16
-    shape = KVShape(LayerTable.uniform(layers - 1, dense=1), kv_heads, query_heads, 128, (2, 128), KVFormat.plain(torch.bfloat16))
-    sizes = {tokens: Sizing(FreeKVConfig(), shape, tokens) for tokens in (1 << 15, 1 << 17)}
+    layers, kv_heads, query_heads = MODELS[model]
+    sizes = {tokens: sizing_of(DEFAULTS, (layers, kv_heads, query_heads), tokens) for tokens in (1 << 15, 1 << 17)}
     host = [f"{size.host_bytes_per_token * tokens / GIB:.1f}" for tokens, size in sizes.items()]
     device = [f"{(size.device_bytes_per_token * tokens + size.row_bytes) / GIB:.2f}" for tokens, size in sizes.items()]
-    stock = " / ".join(f"{layers * shape.layer_token_bytes * tokens / GIB:.1f}" for tokens in sizes)
+    stock = " / ".join(f"{layers * size.shape.layer_token_bytes * tokens / GIB:.1f}" for tokens, size in sizes.items())
     assert f"| {' | '.join([model, *host, *device, stock])} |" in DOCUMENTS["README.md"].read_text()
 
 

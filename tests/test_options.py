@@ -27,14 +27,14 @@ from sglang_freekv.config import (
 )
 from sglang_freekv.methods import METHODS
 from sglang_freekv.options import FLAGS, NAMES, Options, config_from
-from sglang_freekv.presets import PRESETS
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
 whole = st.integers(-64, 9000) | st.integers(-4, 300).map(lambda pages: pages * DEFAULT_PAGE_SIZE) | st.integers()
 words = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), max_size=6)
 numbers = st.floats() | st.sampled_from((-1.0, 0.9, 8.0))
 anything = whole | numbers | words | st.booleans() | st.lists(whole | words, max_size=3)
-page_sizes = st.sampled_from((None, 1, 8, 32, 64)) | whole
+page_sizes = st.sampled_from((None, 1, 4, 8, 32, 64)) | whole
 methods = st.sampled_from(list(METHODS))
 typed_options = st.fixed_dictionaries({}, optional={
     "freekv_budget": whole, "freekv_sink": whole, "freekv_window": whole, "freekv_tau": numbers | whole, "freekv_device_cache": whole,
@@ -131,19 +131,35 @@ def test_who_does_what_a_refusal_says_is_served(method, values, page_size):
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"freekv_digest": "two-bit"}, {"freekv_budget": 1536, "freekv_sink": 96}, {"freekv_device_cache": 6000, "freekv_budget": 2000}],
+    [
+        {},
+        {"freekv_digest": "two-bit"},
+        {"freekv_preset": "fast"},
+        {"freekv_preset": "fast", "freekv_digest": "two-bit"},
+        {"freekv_preset": "fast", "freekv_budget": 2020},
+        {"freekv_budget": 1536, "freekv_sink": 96},
+        {"freekv_device_cache": 6000, "freekv_budget": 2000},
+    ],
     ids=str,
 )
 def test_the_page_size_that_is_advised_is_the_nearest_that_works(values):
     options = Options(kv_retrieval="freekv", **values)
-    messages = {size: refused(lambda: config_from(options, size)) for size in range(2, 2049) if size != DEFAULT_PAGE_SIZE}
+    usual = PRESETS[values.get("freekv_preset", DEFAULT_PRESET)].page_size
+    messages = {size: refused(lambda: config_from(options, size)) for size in range(2, 2049) if size != usual}
     works = [size for size, message in messages.items() if message is None]
-    works += [DEFAULT_PAGE_SIZE] * (refused(lambda: config_from(options, DEFAULT_PAGE_SIZE)) is None)
+    works += [usual] * (refused(lambda: config_from(options, usual)) is None)
     for size, message in messages.items():
         if message is not None:
             assert message.startswith(f"--page-size {size}: expected one that suits the other sizes (")
-            advised = int(message.partition("); use --page-size ")[2])
-            assert advised in works and abs(advised - size) == min(abs(other - size) for other in works)
+            advised, boxes = re.fullmatch(r".*; use --page-size (\d+)(, or --freekv-digest cuboid-mean beside it)?", message).groups()
+            assert int(advised) in works and abs(int(advised) - size) == min(abs(other - size) for other in works)
+            with_boxes = refused(lambda: config_from(options.but(freekv_digest="cuboid-mean"), size))
+            assert bool(boxes) == (with_boxes is None and "freekv_digest" not in values)
+
+
+def test_boxes_are_no_remedy_for_pages_of_one_token():
+    """A server refuses these with any digest."""
+    assert (refused(lambda: config_from(Options(kv_retrieval="freekv"), 1)) or "").endswith("; use --page-size 8")
 
 
 def test_a_remedy_that_changes_pages_comes_before_sizes_in_pages():
@@ -167,14 +183,13 @@ def test_numbers_that_no_float_holds_are_refused(option, number):
 
 
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_device_cache", "freekv_dense_below"])
-def test_more_slots_than_the_plan_counts_are_refused(option):
-    most = MOST_SLOTS * DEFAULT_PAGE_SIZE
-    assert refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most}), DEFAULT_PAGE_SIZE)) is None
-    message = refused(lambda: config_from(Options(kv_retrieval="freekv", **{option: most + DEFAULT_PAGE_SIZE}), DEFAULT_PAGE_SIZE))
-    assert (
-        message.startswith(f"{typed(option)} {most + DEFAULT_PAGE_SIZE}: expected at most 32767 pages")
-        and f"use {typed(option)} {most}" in message
-    )
+@pytest.mark.parametrize("preset", PRESETS)
+def test_more_slots_than_the_plan_counts_are_refused(option, preset):
+    page = PRESETS[preset].page_size
+    most, asked = MOST_SLOTS * page, Options(kv_retrieval="freekv", freekv_preset=preset)
+    assert refused(lambda: config_from(asked.but(**{option: most}), None)) is None
+    message = refused(lambda: config_from(asked.but(**{option: most + page}), None))
+    assert message.startswith(f"{typed(option)} {most + page}: expected at most 32767 pages") and f"use {typed(option)} {most}" in message
 
 
 @pytest.mark.parametrize("option", ["freekv_budget", "freekv_tau", "freekv_recall", "freekv_dense_layers"])

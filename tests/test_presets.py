@@ -43,7 +43,8 @@ def test_a_preset_is_what_its_flags_are(name):
     assert (chosen.preset, chosen.preset_set) == (name, tuple(settings)) and spelled.preset_set == ()
 
 
-def test_without_a_preset_the_default_one_is_taken():
+def test_without_a_preset_accurate_is_taken():
+    assert DEFAULT_PRESET == "accurate" == next(iter(PRESETS))
     assert made() == made(freekv_preset=DEFAULT_PRESET) == DEFAULTS and made().preset == DEFAULT_PRESET
     assert FreeKVConfig(**PRESETS["fast"].settings) == FreeKVConfig()
 
@@ -58,11 +59,14 @@ def test_a_flag_wins_over_a_preset(name, setting):
     assert {other: getattr(config, other) for other in left} == left
 
 
-def test_a_page_size_wins_and_the_presets_sink_and_window_become_whole_pages():
-    config = made(32, freekv_preset="accurate")
+@pytest.mark.parametrize("given", [{}, {"freekv_preset": "accurate"}], ids=str)
+def test_a_page_size_wins_and_the_presets_sink_and_window_become_whole_pages(given):
+    config = made(32, **given)
     assert (config.page_size, config.sink_tokens, config.window_tokens, config.digest) == (32, 32, 64, "two-bit")
-    with pytest.raises(Refusal, match=r"^--page-size 4: expected one .* --page-size is 4\); use --page-size 8$"):
-        made(4, freekv_preset="accurate")
+    with pytest.raises(
+        Refusal, match=r"^--page-size 4: expected one .* --page-size is 4\); use --page-size 8, or --freekv-digest cuboid-mean beside it$"
+    ):
+        made(4, **given)
 
 
 def test_a_small_budget_shrinks_what_a_preset_pins():
@@ -80,7 +84,7 @@ def test_presets_are_of_freekv_alone(method, name):
 
 @pytest.mark.parametrize("name", ["slow", "", 1, ["fast"]])
 def test_an_unknown_preset_is_refused(name):
-    with pytest.raises(Refusal, match=r"--freekv-preset .*: expected one of fast, accurate, paper; use fast"):
+    with pytest.raises(Refusal, match=r"--freekv-preset .*: expected one of accurate, fast, paper; use accurate"):
         made(freekv_preset=name)
 
 

@@ -47,7 +47,7 @@ STOCK = System("stock SGLang", NONE, DENSE, None)
 TWO_BIT = "FreeKV, two-bit digests"
 DEFAULTS = (
     STOCK,
-    System("**FreeKV, as shipped**", WIDE, "freekv", 2048),
+    System("**FreeKV, preset fast**", WIDE, "freekv", 2048),
     System(TWO_BIT, WIDE, "freekv-two-bit", 2048),
     System(TWO_BIT, ("2,048", "16, 32", "8"), "freekv-two-bit-narrow-page-8", 2048),
     System("FreeKV", OWN, "freekv", 512),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FreeKV (ICLR 2026): selects a step ahead, and corrects the kv heads whose queries are unlike their last ones (section 3.3).
 
-Its paper has min-max digests. The default here is cuboid-mean, which finds more.
+Its paper has min-max digests. Here the default preset says two-bit (``presets.py``). What stands below is for configs that name no preset.
 """
 
 from sglang_freekv.methods.method import Method

@@ -264,7 +264,7 @@ def test_thresholds_by_layer_are_written_as_what_the_server_takes(monkeypatch, c
         (("--length", "250"), "expected at least 250 tokens, found 200"), (("--length", "4000"), "error: --length 4000: expected at most 256, the context"),
         (("--batch", "0"), "error: --batch 0: expected at least 1"), (("--out", "/nowhere/tau.json"), "error: --out /nowhere/tau.json: expected a file that can be"),
         (("--out", "/tmp"), "error: --out /tmp: expected a file that can be"), (("--text", sys.executable), "error: --text .*: expected UTF-8, found other bytes"),
-        (("--model", "/nowhere"), "error: [^\n]+$"), (("--corrected", "nan"), "error: --corrected nan, "), (("--budget", "100"), "error: --page-size 8: expected one that suits the other sizes"),
+        (("--model", "/nowhere"), "error: [^\n]+$"), (("--corrected", "nan"), "error: --corrected nan, "), (("--budget", "100"), "error: --freekv-budget 100: expected a non-negative multiple of --page-size 8"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(monkeypatch, checkpoint, tmp_path, others, said):

@@ -17,7 +17,9 @@ from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all
 
 pytestmark = pytest.mark.two_servers
 
-SETTINGS = OracleSettings(budget=320, sink=64, window=64, tau=0.7, page=32)
+SETTINGS = OracleSettings(
+    budget=320, sink=16, window=64, tau=0.7, page=8, digest="two-bit", hysteresis=1.0
+)  # the default preset's, but for three
 NEW_TOKENS = 12
 
 
@@ -43,7 +45,7 @@ def starting(tmp_path_factory):
     wait_for_room(2)
     path = tmp_path_factory.mktemp("serve")
     config = path / "config.yaml"
-    config.write_text("kv-retrieval: freekv\nfreekv-budget: 320\nfreekv-sink: 64\nfreekv-window: 64\nfreekv-tau: 0.7\n")
+    config.write_text("kv-retrieval: freekv\nfreekv-budget: 320\nfreekv-window: 64\nfreekv-tau: 0.7\n")
     return [ServedByCommand({"--kv-retrieval": "freekv", "--config": config}, path / "log.txt")]
 
 
@@ -54,7 +56,7 @@ import sglang
 if __name__ == "__main__":
     options, prompt, new_tokens = json.loads(sys.argv[1])
     answers = []
-    for method in ({"kv_retrieval": "freekv", "freekv_budget": 320, "freekv_sink": 64, "freekv_window": 64, "freekv_tau": 0.7}, {}):
+    for method in ({"kv_retrieval": "freekv", "freekv_budget": 320, "freekv_window": 64, "freekv_tau": 0.7}, {}):
         engine = sglang.Engine(**options, **(method or {"attention_backend": "torch_native"}))
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         answer = engine.generate(input_ids=prompt, sampling_params=sampling)

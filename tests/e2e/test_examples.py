@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = 32
+PAGE = 32  # of the servers that all tests share
+OFFLINE_PAGE = PRESETS[DEFAULT_PRESET].page_size
 
 
 def start(name: str, *arguments: str) -> subprocess.Popen:
@@ -105,5 +108,6 @@ def test_the_offline_engine_answers_by_fewer_pages_than_the_documents_have(engin
     printed = finish(engine)
     assert_all_right(printed, 2)
     attended = numbers(r"attended to (\d+) of (\d+) pages in each of (\d+) decode steps", printed)
-    assert [pages for pages, _, _ in attended] == [512 // PAGE] * 2 and all(of >= 1500 // PAGE and steps > 0 for _, of, steps in attended)
+    assert [pages for pages, _, _ in attended] == [512 // OFFLINE_PAGE] * 2
+    assert all(of >= 1500 // OFFLINE_PAGE and steps > 0 for _, of, steps in attended)
     assert all(recalled == 0 < selected for recalled, selected in numbers(r"recalled (\d+) of (\d+) selected units", printed))  # resident

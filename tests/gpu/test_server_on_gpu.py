@@ -152,6 +152,17 @@ def test_prefix_hits_that_come_beside_decode_graphs(server, cycles):
     assert not wrong and server.state()["canary"]["faults"] == faults
 
 
+def test_the_default_preset_answers(tmp_path, questions):
+    """Pages of 8, two-bit digests, hysteresis and prefill graphs, with nothing resident, so that pages are recalled."""
+    left_out = {"--freekv-preset": None, "--freekv-budget": None, "--freekv-tau": None}
+    server = start(tmp_path, **left_out)
+    assert all(right(server, questions))
+    told = server.get("/server_info")["freekv"]
+    assert (told["preset"], told["page_size"], told["digest"], told["hysteresis"]) == ("accurate", 8, "two-bit", 1)
+    assert server.when_idle()["totals"]["recalled_units"] > 0
+    stop_all([server])
+
+
 def test_sigterm_unpins_and_ends(tmp_path):
     server = start(tmp_path, **{"--freekv-host-memory": 16, "--cuda-graph-backend-decode": "disabled"})
     assert "GiB pinned in" in server.log.read_text()

@@ -29,7 +29,7 @@ model-path: {model}
 device: cpu
 kv-retrieval: freekv
 freekv-budget: 1024
-freekv-tau: 0.8
+freekv-tau: 0.7
 freekv-dense-layers: [0, 2]
 freekv-host-memory: 0.5
 """
@@ -53,25 +53,63 @@ def engine(**options) -> dict:
     return {"kwargs": MODEL | options}
 
 
+FAST = ("--freekv-preset", "fast")
 EDGES = {  # typed flags: budget, sink, window
-    (): (2048, 512, 512),
-    ("--freekv-budget", 512): (512, 128, 128),
-    ("--freekv-budget", 8192): (8192, 512, 512),
-    ("--freekv-budget", 128): (128, 32, 64),
-    ("--freekv-budget", 96, "--freekv-sink", 0): (96, 0, 64),
-    ("--freekv-budget", 1024, "--freekv-sink", 32): (1024, 32, 256),
-    ("--freekv-sink", 0): (2048, 0, 512),
-    ("--freekv-window", 1024): (2048, 512, 1024),
-    ("--freekv-budget", 1600, "--page-size", 64): (1600, 384, 384),
+    (): (2048, 16, 32),
+    ("--freekv-budget", 64): (64, 16, 16),
+    ("--freekv-budget", 32): (32, 8, 16),
+    ("--page-size", 32): (2048, 32, 64),
+    ("--page-size", 4, "--freekv-digest", "min-max"): (2048, 16, 32),
+    (*FAST,): (2048, 512, 512),
+    (*FAST, "--freekv-budget", 512): (512, 128, 128),
+    (*FAST, "--freekv-budget", 8192): (8192, 512, 512),
+    (*FAST, "--freekv-budget", 128): (128, 32, 64),
+    (*FAST, "--freekv-budget", 96, "--freekv-sink", 0): (96, 0, 64),
+    (*FAST, "--freekv-budget", 1024, "--freekv-sink", 32): (1024, 32, 256),
+    (*FAST, "--freekv-sink", 0): (2048, 0, 512),
+    (*FAST, "--freekv-window", 1024): (2048, 512, 1024),
+    (*FAST, "--freekv-budget", 1600, "--page-size", 64): (1600, 384, 384),
 }
 LAYERS = {"0,3": [0, 3], "3, 0,3": [0, 3], "none": [], "": [], "1": [1]}
 WRONG = {
     ("--freekv-dense-layers", "first"): "--freekv-dense-layers first: expected comma-separated layer numbers",
     ("--freekv-dense-layers", -1): "--freekv-dense-layers -1: expected layer numbers from 0",
-    ("--freekv-budget", 100): "--freekv-budget 100: expected a non-negative multiple of --page-size 32",
-    ("--freekv-budget", 64): "--freekv-budget 64: expected more than --freekv-sink 32 + --freekv-window 64",
-    ("--freekv-window", 32): "--freekv-window 32: expected at least two pages of 32 tokens",
-    ("--page-size", 0): "--page-size 0: expected at least 1",
+    ("--freekv-budget", 100): "--freekv-budget 100: expected a non-negative multiple of --page-size 8; use --freekv-budget 104",
+    ("--freekv-budget", 16): "--freekv-budget 16: expected more than --freekv-sink 8 + --freekv-window 16, or nothing is left to select; "
+    "use --freekv-budget 48, or lower ones of these",
+    ("--freekv-window", 8): "--freekv-window 8: expected at least two pages of 8 tokens, because the page being written may hold one "
+    "token; use --freekv-window 16 or more",
+    (*FAST, "--freekv-budget", 100): "--freekv-budget 100: expected a non-negative multiple of --page-size 32",
+    (*FAST, "--freekv-budget", 64): "--freekv-budget 64: expected more than --freekv-sink 32 + --freekv-window 64",
+    (*FAST, "--freekv-window", 32): "--freekv-window 32: expected at least two pages of 32 tokens",
+    ("--page-size", 0): "--page-size 0: expected at least 1; use --page-size 32, or leave it out",
+    (
+        "--page-size",
+        1,
+    ): "--page-size 1: expected one that suits the other sizes (--freekv-digest two-bit: expected pages of a multiple of 8 "
+    "tokens, but --page-size is 1); use --page-size 8",
+    ("--page-size", 1, "--freekv-digest", "min-max"): "--page-size 1: a page of one token has nothing to summarise; use --page-size 8, or "
+    "leave it out",
+    (
+        "--page-size",
+        4,
+    ): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: expected pages of a multiple of 8 "
+    "tokens, but --page-size is 4); use --page-size 8, or --freekv-digest cuboid-mean beside it",
+    (
+        "--page-size",
+        20,
+    ): "--page-size 20: expected one that suits the other sizes (--freekv-digest two-bit: expected pages of a multiple of "
+    "8 tokens, but --page-size is 20); use --page-size 16",
+    (
+        *FAST,
+        "--page-size",
+        8,
+        "--freekv-budget",
+        100,
+    ): "--page-size 8: expected one that suits the other sizes (--freekv-budget 100: expected "
+    "a non-negative multiple of --page-size 8); use --page-size 10",
+    ("--enable-lora",): "--enable-lora: SGLang pins memory for adapters, which takes a GPU; leave it and --lora-paths out, or use",
+    ("--enable-hierarchical-cache",): "--enable-hierarchical-cache: ",
     ("--page-size", 48): "--page-size 48: expected one that suits the other sizes (--freekv-budget 2048: expected a non-negative multiple "
     "of --page-size 48); use --page-size 32",
     ("--port", "{taken}"): "--port {taken}: cannot listen on 127.0.0.1 (Address already in use); use a free --port, or another --host",
@@ -86,8 +124,8 @@ WRONG = {
         "--kv-retrieval",
         "quest",
     ): "--freekv-preset fast: expected none with --kv-retrieval quest, because presets",
-    ("--freekv-hysteresis", "nan"): "--freekv-hysteresis nan: expected 0 to 10 nats; use 1.4",
-    ("--freekv-hysteresis", 14): "--freekv-hysteresis 14: expected 0 to 10 nats; use 1.4",
+    ("--freekv-hysteresis", "nan"): "--freekv-hysteresis nan: expected 0 to 10 nats; use 1 for fewer recalls, or 0 for none of it",
+    ("--freekv-hysteresis", 14): "--freekv-hysteresis 14: expected 0 to 10 nats; use 1 for fewer recalls",
     ("--freekv-tau-by-layer", "/dev/null"): "--freekv-tau-by-layer /dev/null: expected a file of JSON, found none that can be read (",
     ("--freekv-tau", "nan"): "--freekv-tau nan: expected a finite number",
     ("--freekv-tau", "inf"): "--freekv-tau inf: expected a finite number",
@@ -97,9 +135,9 @@ WRONG = {
     ("--kv-retrieval", "quest", "--freekv-tau", 0.8): "--freekv-tau 0.8: expected none with --kv-retrieval quest, ",
     ("--freekv-digest", "two-bit", "--page-size", 4): "--page-size 4: expected one that suits the other sizes (--freekv-digest two-bit: "
     "expected pages of a multiple of 8 tokens, but --page-size is 4); use --page-size 8",
-    ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 32, and at least --freekv-budget "
+    ("--freekv-device-cache", 1024): "--freekv-device-cache 1024: expected a multiple of --page-size 8, and at least --freekv-budget "
     "2048; use --freekv-device-cache 2048",
-    ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 32",
+    ("--freekv-device-cache", 4010, "--freekv-budget", 1024): "--freekv-device-cache 4010: expected a multiple of --page-size 8",
     ("--freekv-dense-below", 4096, "--freekv-resident-memory", 0): "--freekv-dense-below 4096: expected at most --freekv-device-cache 2048 "
     "with --freekv-resident-memory 0",
     ("--freekv-recall", "copy-engine", "--cuda-graph-backend-decode", "full"): "--cuda-graph-backend-decode full: there is no decode",
@@ -127,7 +165,7 @@ def facts(tmp_path_factory, taken):
         "none, said": engine(attention_backend="torch_native", kv_retrieval="none"),
         "none, cli": cli("--attention-backend", "torch_native"),
         "yaml": {"argv": ["--config", str(yaml)]},
-        "yaml, overridden": {"argv": ["--config", str(yaml), "--freekv-tau", "0.7"]},
+        "yaml, overridden": {"argv": ["--config", str(yaml), "--freekv-tau", "0.6"]},
         "engine": engine(kv_retrieval="freekv", freekv_budget=1024, freekv_dense_layers=[2, 0], freekv_tau=1),
         "engine, positional": {"args": [str(NEEDLE_MODEL)], "kwargs": {"device": "cpu", "kv_retrieval": "freekv"}},
         "engine, refused": engine(kv_retrieval="freekv", speculative_algorithm="EAGLE"),
@@ -189,13 +227,13 @@ def test_defaults(outcomes):
     outcome = outcomes[f"edges {()}"]
     memory = outcome["config"]["host_memory_gib"]
     assert outcome["config"] == {
-        "method": "freekv", "budget_tokens": 2048, "sink_tokens": 512, "window_tokens": 512, "tau": 0.9, "tau_by_layer": None,
-        "digest": "cuboid-mean", "pooling": "softmax-mean", "hysteresis": 0.0, "selection": "every-step",
-        "dense_layers": [0], "page_size": 32, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
+        "method": "freekv", "budget_tokens": 2048, "sink_tokens": 16, "window_tokens": 32, "tau": 0.8, "tau_by_layer": None,
+        "digest": "two-bit", "pooling": "softmax-mean", "hysteresis": 1.0, "selection": "every-step",
+        "dense_layers": [0], "page_size": 8, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
         "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
         "preset": DEFAULT_PRESET, "preset_set": list(PRESETS[DEFAULT_PRESET].settings),
     }  # fmt: skip
-    assert outcome["settings"] == {"page_size": 32, "attention_backend": "freekv", "device": "cpu"}
+    assert outcome["settings"] == {"page_size": 8, "attention_backend": "freekv", "device": "cpu"}
     assert outcome["graphs"] == ["disabled", "disabled"]
     assert outcomes["cuda"]["fields"]["disable_prefill_cuda_graph"] == "False"
     assert outcomes["prefill graph"]["graphs"][1] == "breakable"
@@ -210,9 +248,9 @@ def test_ranks_share_the_host_memory(outcomes, ranks, one):
 
 def test_yaml(outcomes):
     config = outcomes["yaml"]["config"]
-    assert (config["budget_tokens"], config["sink_tokens"], config["tau"]) == (1024, 256, 0.8)
+    assert (config["budget_tokens"], config["sink_tokens"], config["tau"]) == (1024, 16, 0.7)
     assert (config["dense_layers"], config["host_memory_gib"]) == ([0, 2], 0.5)
-    assert outcomes["yaml, overridden"]["config"] == config | {"tau": 0.7}
+    assert outcomes["yaml, overridden"]["config"] == config | {"tau": 0.6}
 
 
 def test_engine(outcomes):
@@ -235,8 +273,15 @@ def test_engine_raises_value_errors(outcomes):
     assert "freekv_bugdet" in outcomes["engine, unknown option"]["message"]
 
 
-def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
-    freekv = outcomes[f"edges {()}"]["config"]
+def test_the_preset_fast_is_one_flag(outcomes):
+    config = outcomes[f"edges {FAST}"]["config"]
+    assert {name: config[name] for name in PRESETS["fast"].settings} == PRESETS["fast"].settings and config["preset"] == "fast"
+    assert outcomes[f"edges {FAST}"]["settings"]["page_size"] == 32
+
+
+def test_other_methods_are_untouched_by_the_default_preset(outcomes):
+    """They have the sizes of the preset fast, digests and pooling of their own, and no threshold."""
+    freekv = outcomes[f"edges {FAST}"]["config"]
     for case, changes in (
         ("quest", {"method": "quest", "page_size": 16, "digest": "min-max", "pooling": "max"}),
         (
@@ -248,7 +293,7 @@ def test_other_methods_have_the_same_settings_but_no_threshold(outcomes):
         assert outcomes[case]["config"] == freekv | {"tau": None, "host_memory_gib": memory, "preset": None, "preset_set": []} | changes
         assert outcomes[case]["settings"] == {"page_size": 16, "attention_backend": "freekv", "device": "cpu"}
     refused = outcomes["yaml, another method"]
-    assert refused["exit"] == 2 and "error: --freekv-tau 0.8: expected none with --kv-retrieval quest" in refused["stderr"]
+    assert refused["exit"] == 2 and "error: --freekv-tau 0.7: expected none with --kv-retrieval quest" in refused["stderr"]
 
 
 def test_thresholds_by_layer_are_those_of_the_model(outcomes):
@@ -271,7 +316,7 @@ def test_a_preset_is_taken_where_nothing_is_given(outcomes):
     assert paged["settings"]["page_size"] == 32 and paged["config"]["sink_tokens"] == 64
     assert paged["config"]["preset_set"] == [name for name in accurate if name not in ("page_size", "sink_tokens")]
     mixed = outcomes["preset, in YAML"]["config"]
-    assert (mixed["budget_tokens"], mixed["tau"], mixed["digest"], mixed["preset"]) == (1024, 0.8, "min-max", "paper")
+    assert (mixed["budget_tokens"], mixed["tau"], mixed["digest"], mixed["preset"]) == (1024, 0.7, "min-max", "paper")
 
 
 @pytest.mark.parametrize("flags", EDGES, ids=str)

@@ -67,16 +67,16 @@ FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
 REFUSED, FLAGS = set(FLAGS), {name: flags for name, flags in FLAGS.items() if name in OPTIONS}
 
 VALUES = {  # typed flags: how the refusal begins
-    ("--page-size", "1"): "--page-size 1: a page of one token",
-    ("--chunked-prefill-size", "1000"): "--chunked-prefill-size 1000: expected a multiple of --page-size 32; "
-    "use --chunked-prefill-size 992",
+    ("--page-size", "1", "--freekv-digest", "cuboid-mean"): "--page-size 1: a page of one token",
+    ("--chunked-prefill-size", "1003"): "--chunked-prefill-size 1003: expected a multiple of --page-size 8; "
+    "use --chunked-prefill-size 1000",
     ("--kv-cache-dtype", "bf16", "--dtype", "float16"): "--kv-cache-dtype bf16: the model runs in another type",
-    ("--max-total-tokens", "31"): "--max-total-tokens 31: expected at least 128, 4 pages of --page-size 32",
+    ("--max-total-tokens", "31"): "--max-total-tokens 31: expected at least 32, 4 pages of --page-size 8",
     ("--grammar-backend", "xgrammar"): "--grammar-backend xgrammar: only llguidance has been tested with --device cpu",
     ("--moe-dense-tp-size", "1", "--tp-size", "2"): "--moe-dense-tp-size 1: with it SGLang pads a prefill to a multiple of --tp-size",
     ("--moe-a2a-backend", "deepep", "--tp-size", "2"): "--moe-a2a-backend deepep: with it SGLang pads a prefill to a multiple of --tp-size",
     ("--freekv-dense-layers", ","): "--freekv-dense-layers ,: expected comma-separated layer numbers",
-    ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 32; use --freekv-budget 128",
+    ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 8; use --freekv-budget 32",
     ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
     ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
     ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"): "--enable-lora: SGLang pins memory for adapters",
@@ -87,10 +87,10 @@ VALUES = {  # typed flags: how the refusal begins
     (
         "--freekv-budget",
         "99999999999999999999",
-    ): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 32; use --freekv-budget 1048544",
+    ): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 8; use --freekv-budget 262136",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
-    ("--freekv-host-memory", "0.0004"): "--freekv-host-memory 0.0004: expected at least 0.0005 GiB, 4 pages of --page-size 32 of this "
-    "model's KV; use 0.0005 or more",
+    ("--freekv-host-memory", "0.0001"): "--freekv-host-memory 0.0001: expected at least 0.0002 GiB, 4 pages of --page-size 8 of this "
+    "model's KV; use 0.0002 or more",
     ("--freekv-host-memory", "50000", "--tp-size", "2"): "--freekv-host-memory 50000: 2 rank(s) on this machine take 100000 GiB",
 }
 FINE = (  # what must stay possible

@@ -36,8 +36,8 @@ class FreeKV:
         correction: False never corrects.
         pooling: of a group's scores, to the ranking.
         scaled: scores over sqrt(D) before the softmax. The authors' accuracy code has them unscaled.
-        digest: of a page. The paper has Quest's, "min-max"; the server's default is ArkVale's, which finds more; "two-bit" tells single
-            tokens from each other.
+        digest: of a page. The paper has Quest's, "min-max"; the server's preset fast has ArkVale's, which finds more; "two-bit", of its preset
+            accurate, tells single tokens from each other.
         page, sink, window: tokens, in place of the budget's. Smaller pages find evidence that lies scattered, and their digests take more
             room; a narrow sink and window leave more of the budget to selection.
         hysteresis: nats by which the pages of the last selection weigh more.
