@@ -19,7 +19,8 @@ from sglang_freekv.kernels.score import score_pages
 from sglang_freekv.kernels.seed import seed_slots
 from sglang_freekv.kernels.stage import stage_layers, stage_pages
 from sglang_freekv.kernels.stamps import settle_stamps, write_stamp
-from sglang_freekv.kernels.two_bit import digest_two_bit, score_two_bit
+from sglang_freekv.kernels.two_bit_digest import digest_two_bit
+from sglang_freekv.kernels.two_bit_score import score_two_bit
 from sglang_freekv.kernels.write import write_tokens
 
 __all__ = [

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import attend, correction, reference, score, two_bit
+from sglang_freekv.kernels import attend, correction, reference, score, two_bit_score
 from sglang_freekv.kernels.candidates import Tables, Turn
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.two_bit import minus_one as two_bit_minus_one
-from sglang_freekv.kernels.two_bit import numbers_of as two_bit_numbers
+from sglang_freekv.kernels.two_bit_score import minus_one as two_bit_minus_one
+from sglang_freekv.kernels.two_bit_score import numbers_of as two_bit_numbers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED_BFLOAT16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bfloat16")
@@ -203,7 +203,7 @@ def check_scores(H, G, D, dtype, index, budget, selects=None):
 @pytest.mark.parametrize("S, programs", [(8, None), (16, 60), (24, 1), (32, 10)])
 def test_scores_by_two_bits_are_of_candidates_and_touch_no_other(H, G, D, S, dtype, index, programs, monkeypatch):
     if programs is not None:
-        monkeypatch.setattr(two_bit, "PROGRAMS", dict.fromkeys(two_bit.PROGRAMS, programs))
+        monkeypatch.setattr(two_bit_score, "PROGRAMS", dict.fromkeys(two_bit_score.PROGRAMS, programs))
     check_two_bit_scores(H, G, D, S, dtype, index)
 
 
@@ -250,7 +250,7 @@ def check_two_bit_scores(H, G, D, S, dtype, index, size=1.0, selects=None):
     queries = torch.randn(len(pages), H * G, D, device=DEVICE, dtype=dtype) * size
 
     arguments = (digests, rows, seq_lens.to(index), page_table.to(index), budget, S)
-    logits = two_bit.score_two_bit(wide(queries), *arguments, scale=SHARPER * D**-0.5, selects=selects)
+    logits = two_bit_score.score_two_bit(wide(queries), *arguments, scale=SHARPER * D**-0.5, selects=selects)
     expected = reference.score_two_bit(queries, *arguments, scale=SHARPER * D**-0.5, selects=selects)
     written = candidate[:, None].expand(-1, H * G, -1)
     if selects is not None:

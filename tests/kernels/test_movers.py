@@ -16,7 +16,7 @@ from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.recall import recall_pages
 from sglang_freekv.kernels.stage import stage_layers, stage_pages
 from sglang_freekv.kernels.staged_layers import StagedLayers
-from sglang_freekv.kernels.two_bit import digest_two_bit
+from sglang_freekv.kernels.two_bit_digest import digest_two_bit
 from sglang_freekv.kernels.write import write_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
