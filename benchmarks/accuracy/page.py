@@ -1,4 +1,6 @@
-"""The tables of ``docs/accuracy.md``, from the results alone: what stands between its ``<!-- table: NAME -->`` marks.
+"""The tables of ``docs/accuracy.md`` and of ``docs/history/selection.md``, from the results alone.
+
+A table stands between its ``<!-- table: NAME -->`` marks.
 
 python -m benchmarks.accuracy.page
 """
@@ -10,107 +12,36 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
 
 import numpy as np
 
-from benchmarks.accuracy.rows import DENSE
+from benchmarks.accuracy import over_step
+from benchmarks.accuracy.real_tables import COMPARED, compared
+from benchmarks.accuracy.systems import (
+    BESIDE,
+    CHOICES,
+    DEFAULTS,
+    FAIR,
+    FOUR,
+    LENGTH_OF,
+    OFFLINE,
+    REAL,
+    SMALL,
+    TASKS,
+    TAUS,
+    TEN,
+    TRIED,
+    System,
+)
 from benchmarks.report import ROOT, markdown
 
-PAGE, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "benchmarks" / "results"
+PAGE, SELECTION, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "docs" / "history" / "selection.md", ROOT / "benchmarks" / "results"
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-COPYING, STATE, WORDS = "long-copy", "running-state", "aggregation"
-NINE = ("magic-number", "code-word", "multi-value", "multi-key", "multi-query", "variable-1", "variable-2", "variable-3", "variable-4")
-TEN, TWELVE = (*NINE, WORDS), (*NINE, WORDS, COPYING, STATE)
-TASKS = {"mean of 12": TWELVE, "copying": (COPYING,), "running state": (STATE,), "most frequent words": (WORDS,), "other nine": NINE}
-
-
-class System(NamedTuple):
-    """A row.
-
-    Args:
-        sizes: budget, sink and window, and pages, in tokens, as shown.
-        method: as results call it.
-        budget: tokens, None of dense attention.
-    """
-
-    label: str
-    sizes: tuple[str, str, str]
-    method: str
-    budget: int | None
-
-
-NONE, WIDE = ("all", "-", "-"), ("2,048", "512, 512", "32")
-NARROW, OWN = ("512", "16, 32", "8"), ("512", "128, 128", "32")
-STOCK = System("stock SGLang", NONE, DENSE, None)
-TWO_BIT = "FreeKV, two-bit digests"
-DEFAULTS = (
-    STOCK,
-    System("**FreeKV, preset fast**", WIDE, "freekv", 2048),
-    System(TWO_BIT, WIDE, "freekv-two-bit", 2048),
-    System(TWO_BIT, ("2,048", "16, 32", "8"), "freekv-two-bit-narrow-page-8", 2048),
-    System("FreeKV", OWN, "freekv", 512),
-)
-SMALL = (
-    STOCK,
-    System("FreeKV", OWN, "freekv", 512),
-    System("FreeKV, never corrected", OWN, "freekv-no-correction", 512),
-    System(TWO_BIT, NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("FreeKV, max pooling", NARROW, "freekv-max-narrow-page-8", 512),
-    System("Quest", OWN, "quest", 512),
-    System("ArkVale", OWN, "arkvale", 512),
-)
-OFFLINE = (
-    System("full attention", NONE, DENSE, None),
-    System("FreeKV, two-bit digests", NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("LouisKV", ("512", "128, 128", "clusters"), "louiskv", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
-    System("ClusterKV", ("512", "16, -", "clusters"), "clusterkv", 512),
-    System("ArkVale", OWN, "arkvale", 512),
-    System("RazorAttention, one of 14 kv heads", ("512", "128, 128", "-"), "razor", 512),
-    System("ShadowKV", ("512", "-", "8"), "shadowkv", 512),
-    System("SnapKV", ("512", "-", "-"), "snapkv", 512),
-    System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512),
-    System("StreamingLLM", ("512", "128, 384", "-"), "streaming_llm", 512),
-    System("H2O", ("512", "-", "-"), "h2o", 512),
-    System("RaaS, every prompt kept", ("all", "-", "32"), "raas", 512),
-)
-FAIR = (
-    System("full attention", NONE, DENSE, None),
-    System("FreeKV, two-bit digests", NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("FreeKV", NARROW, "freekv-narrow-page-8", 512),
-    System("ArkVale", NARROW, "arkvale-narrow-page-8", 512),
-    System("Quest", ("512", "0, 8", "8"), "quest-page-8", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
-    System("InfiniGen, 30% of the dimensions", ("512", "-", "1"), "infinigen-0.30", 512),
-    System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512),
-    System("RaaS, within the budget", OWN, "raas-at-budget", 512),
-    System("RaaS, every prompt kept", ("all", "-", "32"), "raas", 512),
-)
-CHOICES = (
-    System("full attention", NONE, DENSE, None),
-    System("FreeKV", OWN, "freekv", 512),
-    System("FreeKV, min-max digests", OWN, "freekv-min-max", 512),
-    System("FreeKV", ("512", "128, 128", "16"), "freekv-page-16", 512),
-    System("FreeKV", ("512", "128, 128", "8"), "freekv-page-8", 512),
-    System("FreeKV", NARROW, "freekv-narrow-page-8", 512),
-    System(TWO_BIT, OWN, "freekv-two-bit", 512),
-    System(TWO_BIT, ("512", "128, 128", "8"), "freekv-two-bit-page-8", 512),
-    System(TWO_BIT, NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
-    System("ArkVale", OWN, "arkvale", 512),
-    System("ClusterKV", ("512", "16, -", "clusters"), "clusterkv", 512),
-    System("LouisKV", ("512", "128, 128", "clusters"), "louiskv", 512),
-)
-FOUR = {"variable, 3 hops": ("variable-3",), "many keys": ("multi-key",), "most frequent words": (WORDS,), "copying": (COPYING,)}
-TAUS = {"never": "freekv-no-correction", "0.7": "freekv-tau-0.70", "0.8": "freekv-tau-0.80", "0.85": "freekv-tau-0.85", "0.9": "freekv"}
-TAUS |= {"0.95": "freekv-tau-0.95", "1": "freekv-tau-1.00"}
-
-
 SERVERS = ("budget-2048-server", "budget-2048-gqa-4-server", "budget-512-server", "budget-512-gqa-4-server")
+REAL_FILE = "real"
 HALVES = ("budget-512", "fair-rows", "selection", "aggregation", "dense-0", "dense-2")  # measured offline
-FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES))
+FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES), REAL_FILE)
 
 
 @cache
@@ -154,6 +85,25 @@ def thresholds() -> str:
     return markdown(("tau", "8K", "16K"), rows)
 
 
+@cache
+def real() -> dict[str, dict]:
+    """Results on real texts, by key."""
+    return json.loads((RESULTS / f"{REAL_FILE}.json").read_text())["results"]
+
+
+def real_weights() -> str:
+    rows = [(each.label, *each.sizes, *compared(real(), f"{LENGTH_OF[each.budget]}/{each.budget}/{each.method}")) for each in REAL]
+    return markdown(("system", "budget", "sink, window", "page", *COMPARED), rows)
+
+
+def tried(name: str) -> str:
+    """A table of ``TRIED``, beside the recipe."""
+    first, *others = COMPARED
+    keys = {label: f"4096/512/{method}" for label, method in TRIED[name].items()}
+    rows = [(label, *compared(real(), key, f"4096/512/{BESIDE}")) for label, key in keys.items()]
+    return markdown(("method", first, "minus recipe", *others), rows)
+
+
 def made() -> str:
     """What each file of the page was measured on, and of which commits."""
     rows = []
@@ -183,25 +133,29 @@ TABLES: dict[str, Callable[[], str]] = {
     "fair": lambda: systems("fair-rows-offline+selection-offline", FAIR, [4096], FOUR),
     "choices": lambda: systems("selection-offline", CHOICES, [4096], FOUR),
     "tau": thresholds,
+    "real": real_weights,
     "made": made,
 }
+PAGES = {PAGE: TABLES, SELECTION: {name: partial(tried, name) for name in TRIED}}
 
 
-def filled(text: str) -> str:
+def filled(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """The page with its tables made anew.
 
     Raises:
-        ValueError: a table of the page is none of ``TABLES``, or one of these is not on the page.
+        ValueError: a table of the page is none of ``tables``, or one of these is not on the page.
     """
-    if missing := set(TABLES) ^ {name for _, name, _ in MARK.findall(text)}:
+    if missing := set(tables) ^ {name for _, name, _ in MARK.findall(text)}:
         raise ValueError(f"tables {', '.join(sorted(missing))}: expected each of TABLES once on the page, and no others")
-    return MARK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+    return MARK.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    PAGE.write_text(filled(PAGE.read_text()))
-    print(f"{len(TABLES)} tables: {PAGE}")
+    over_step.draw(over_step.PATH)
+    for path, tables in PAGES.items():
+        path.write_text(filled(path.read_text(), tables))
+        print(f"{len(tables)} tables: {path}")
     return 0
 
 

@@ -79,3 +79,23 @@ def document(results: list[dict]) -> str:
         lines.append(by_layer(results, title, lambda trace: trace["by_layer"].get(name)))
     lines.append(by_layer(results, "Pages missing", missing))
     return "\n\n".join(filter(None, lines))
+
+
+COMPARED = ["KL to dense", "perplexity over dense", *SHARES.values(), *list(TOKENS.values())[1:]]
+
+
+def compared(results: dict[str, dict], key: str, reference: str | None = None) -> list[str | None]:
+    """Cells of ``COMPARED`` of one result; with a ``reference``, how much further from dense attention it is, text by text, comes second.
+
+    Args:
+        results: by key, as a results file has them.
+        key: ``LENGTH/BUDGET/METHOD``.
+        reference: the key of another result, on the same texts.
+    """
+    result, trace = results[key], results[key]["trace"]["mean"]
+    cells = [shown(bootstrap([result["kl"]]))]
+    if reference is not None:
+        cells.append(shown(bootstrap([[ours - theirs for ours, theirs in zip(result["kl"], results[reference]["kl"], strict=True)]])))
+    cells.append(ratio(result, results[f"{result['length']}/all/{DENSE}"]))
+    cells += [told(trace.get(name)) or "-" for name in SHARES]
+    return cells + [told(trace.get(name), 0) or "-" for name in list(TOKENS)[1:]]

@@ -12,14 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.accuracy import fitting, grid, page, plots, run, summarise
+from benchmarks.accuracy import fitting, grid, over_step, page, plots, run, summarise
 from benchmarks.accuracy.intervals import bootstrap
 from benchmarks.accuracy.method import Budget
 from benchmarks.accuracy.methods.full import Full
 from benchmarks.accuracy.methods.razor import RazorAttention
 from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
 from benchmarks.accuracy.model import OfflineModel
+from benchmarks.accuracy.real_tables import COMPARED, compared
 from benchmarks.accuracy.rows import Row, Rows
+from benchmarks.accuracy.systems import OWN, TWELVE, System
 from benchmarks.needle import weights
 
 PROMPTS = 40
@@ -233,11 +235,58 @@ def test_a_method_that_is_too_good_fails_the_summary(tmp_path, monkeypatch, caps
     assert "FAULT" in capsys.readouterr().out
 
 
-def test_the_page_has_the_tables_of_the_results():
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.stem)
+def test_a_page_has_the_tables_of_the_results(path):
+    text = path.read_text()
+    assert page.filled(text, page.PAGES[path]) == text, "run python -m benchmarks.accuracy.page and commit docs"
+
+
+def test_a_page_without_one_of_its_tables_is_refused():
     text = page.PAGE.read_text()
-    assert page.filled(text) == text, "run python -m benchmarks.accuracy.page and commit docs"
     with pytest.raises(ValueError, match="tables tau: expected each of TABLES once"):
         page.filled(text.replace("<!-- table: tau -->", ""))
+
+
+def test_the_picture_over_step_time_is_that_of_the_results(tmp_path):
+    over_step.draw(tmp_path / "made.svg")
+    assert (tmp_path / "made.svg").read_text() == over_step.PATH.read_text(), (
+        "run python -m benchmarks.accuracy.page and commit the picture"
+    )
+    assert f"](../benchmarks/results/{over_step.PATH.name})" in page.PAGE.read_text()
+
+
+def test_a_step_is_told_over_that_of_preset_fast_on_its_own_card(tmp_path, monkeypatch):
+    """The engine's times are ten times those of the presets' file, and no point mixes them."""
+
+    def write(name: str, medians: dict[str, float]) -> None:
+        results = {key: {"seconds": {"median": median}} for key, median in medians.items()}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"results": results}))
+
+    steps = {f"long-both/b8/{method}/32768": 20.0 for _, method in over_step.TIMED.values()}
+    write(over_step.ENGINE, steps | {"long-both/b8/freekv/32768": 10.0})
+    write(over_step.PRESETS, {over_step.FAST: 1.0, over_step.ACCURATE: 1.5})
+    rows = Rows([row(scores=[0.0, 1.0], task=task, length=over_step.LENGTH, half="server") for task in TWELVE])
+    monkeypatch.setattr(over_step, "RESULTS", tmp_path)
+    monkeypatch.setattr(Rows, "read", classmethod(lambda cls, *paths: rows))
+    monkeypatch.setattr(over_step, "TIMED", {"full attention": ("full (server)", "full"), "FreeKV": ("full (server)", "freekv")})
+    monkeypatch.setattr(over_step, "ACCURATE_ROW", "full (server)")
+    found = over_step.points()
+    assert {label: point.step for label, point in found.items()} == {"full attention": 2.0, "FreeKV": 1.0, over_step.OURS_ACCURATE: 1.5}
+    assert all(point.accuracy.mean == 0.5 for point in found.values())
+    monkeypatch.setattr(over_step, "ACCURATE_ROW", "freekv-accurate (server)")
+    with pytest.raises(ValueError, match=r"freekv-accurate \(server\): expected results of 12 tasks"):
+        over_step.points()
+
+
+def test_a_real_result_stands_beside_its_reference_text_by_text():
+    def result(kl: list[float], method: str, **trace: float) -> dict:
+        return {"length": 1, "method": method, "kl": kl, "nll": kl, "trace": {"mean": trace}}
+
+    dense = result([0.0, 0.0], "full", mass=1.0)
+    results = {"1/all/full": dense, "1/2/a": result([0.25, 0.75], "a", mass=0.5, fetched=3.6), "1/2/b": result([0.0, 0.5], "b")}
+    kl, beside, ratio, *shares = compared(results, "1/2/a", "1/2/b")
+    assert kl == "0.5000 [0.2500, 0.7500]" and beside == "0.2500 [0.2500, 0.2500]" and ratio.startswith("1.6487 [")
+    assert shares == ["0.500", "-", "4", "-"] and len(compared(results, "1/2/a")) == len(COMPARED) == 6
 
 
 def test_results_of_other_prompts_do_not_share_a_table(tmp_path, monkeypatch):
@@ -255,6 +304,6 @@ def test_results_of_other_prompts_do_not_share_a_table(tmp_path, monkeypatch):
 def test_a_cell_of_the_page_is_a_mean_of_all_its_tasks_or_none(monkeypatch):
     scores = {("freekv", length, 512, task): score for length, task, score in [(1, "a", 0.5), (1, "b", 1.0), (2, "a", 0.25)]}
     monkeypatch.setattr(page, "results", lambda name: scores)
-    system = page.System("FreeKV", page.OWN, "freekv", 512)
+    system = System("FreeKV", OWN, "freekv", 512)
     *_, row = page.systems("file", [system], [1, 2], {"both": ("a", "b"), "first": ("a",), "none": ("c",)}).splitlines()
     assert row == "| FreeKV | 512 | 128, 128 | 32 | 0.750 / - | 0.500 / 0.250 | - |"
