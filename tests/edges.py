@@ -28,8 +28,16 @@ def planning_before_the_comparison(retrieval: Retrieval) -> None:
 
 
 def scoring_before_the_comparison(retrieval: Retrieval) -> None:
-    """On turn a score reads which kv heads select before that is known."""
-    _unordered(retrieval.streams.selection, "score")
+    """On turn a score reads which kv heads select before that is known. The pages that it reads are known: main wrote them before."""
+    appends, selection = retrieval.streams.appends, retrieval.streams.selection
+    submit_append, submit, before = appends.submit, selection.submit, []
+
+    def noting(work, behind=None):
+        before[:] = (appends.mark(),)  # the append is submitted before the comparison
+        return submit_append(work, behind)
+
+    appends.submit = noting
+    selection.submit = lambda work, behind=None: submit(work, before if work.__name__ == "score" else behind)
 
 
 def attending_before_the_append(retrieval: Retrieval) -> None:
