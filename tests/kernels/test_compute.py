@@ -211,7 +211,8 @@ with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET"
 
     @triton.jit
     def _unpack(p_words, p_zeros, p_numbers, TOKEN: tl.constexpr, N: tl.constexpr):
-        b_words, dtype = tl.load(p_words + tl.arange(0, N))[None, :], p_numbers.dtype.element_ty
+        b_words = tl.load(p_words + tl.arange(0, N))[None, :]
+        dtype = p_numbers.dtype.element_ty
         b_numbers = two_bit_numbers(b_words, TOKEN, two_bit_minus_one(tl.load(p_zeros + tl.arange(0, 1))[:, None], dtype), dtype)
         tl.store(p_numbers + tl.arange(0, 2 * N), tl.reshape(b_numbers, (2 * N,)))
 
