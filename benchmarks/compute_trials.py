@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.kernel_inputs import DTYPE, Inputs, check_plans
+from benchmarks.kernel_inputs import CHUNK_TOKENS, DTYPE, Inputs, check_plans
 from benchmarks.trial import Trial, per_layer, relative
 from sglang_freekv import kernels
 from sglang_freekv.digests import TwoBit
@@ -134,6 +134,17 @@ def attend_pages(inputs: Inputs, in_two: bool) -> Trial:
     num_bytes = case.batch * case.kv_heads * case.budget.total * case.unit_bytes
     launches = per_layer(inputs, lambda layer: run(kernels, layer, layer.queries, layer.keys, layer.values))
     return Trial(launches, num_bytes, error=error)
+
+
+def add_learned_sinks(inputs: Inputs) -> Trial:
+    """Behind the attention of a chunk of a prompt."""
+    case, tokens = inputs.case, CHUNK_TOKENS if inputs.device == "cuda" else 64
+    outputs = [inputs.draw(tokens, case.query_heads, case.head_dim) for _ in range(2)]
+    weights, sinks = 8 + inputs.draw(tokens, case.query_heads).float(), inputs.draw(case.query_heads)
+    got, exact = kernels.add_learned_sinks(outputs[0], weights, sinks), reference.add_learned_sinks(outputs[0].float(), weights, sinks)
+    error, allowed = relative(got, exact), torch.finfo(DTYPE).eps
+    assert error < allowed, f"relative error {error:.2g}, expected that of one rounding, {allowed:.2g}"
+    return Trial([lambda x=x: kernels.add_learned_sinks(x, weights, sinks) for x in outputs], 2 * got.nbytes + weights.nbytes, error=error)
 
 
 def _mostly(same: torch.Tensor) -> float:

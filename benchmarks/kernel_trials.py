@@ -20,6 +20,7 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "plan_rest-late": lambda inputs: compute.plan_rest(inputs, ahead_first=False),
     "attend_pages": lambda inputs: compute.attend_pages(inputs, in_two=False),
     "attend_pages-in-two": lambda inputs: compute.attend_pages(inputs, in_two=True),
+    "add_learned_sinks-chunk": compute.add_learned_sinks,
     "recall_pages": movers.recall_pages,
     "digest_pages-decode": lambda inputs: movers.digest_pages(inputs, chunk=False),
     "digest_pages-chunk": lambda inputs: movers.digest_pages(inputs, chunk=True),

@@ -16,6 +16,7 @@ else:
     from sglang_freekv.kernels.staged_layers import StagedLayers
     from sglang_freekv.kernels.units import Units
 
+    add_learned_sinks = by_device(reference.add_learned_sinks, of="outputs")
     allocate_shares = by_device(reference.allocate_shares, of="queries")
     append_tokens = by_device(reference.append_tokens, of="new_keys")
     attend_pages = by_device(reference.attend_pages, of="queries")
@@ -65,6 +66,7 @@ else:
         "Tables",
         "Turn",
         "Units",
+        "add_learned_sinks",
         "allocate_shares",
         "append_tokens",
         "attend_pages",

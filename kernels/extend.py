@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_freekv import kernels
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.ragged import ragged, to_device
 
@@ -24,14 +25,16 @@ class ReferenceExtend:
         """As ``FlashInferExtend.plan``."""
         self.query_lens, self.key_lens, self.frames = query_lens, key_lens, frames
 
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As ``FlashInferExtend.__call__``."""
         if self.frames is not None:
             page_size = keys.shape[1]
             owners, tokens = (to_device(x, self.frames.device) for x in ragged(torch.tensor(self.key_lens)))
             where = self.frames[owners, tokens // page_size].long(), tokens % page_size
             keys, values = keys[where], values[where]
-        return reference.extend_attention(queries, keys, values, self.query_lens, self.key_lens, scale)
+        return reference.extend_attention(queries, keys, values, self.query_lens, self.key_lens, scale, learned_sinks=learned_sinks)
 
 
 class FlashInferExtend:
@@ -81,14 +84,20 @@ class FlashInferExtend:
         bounds, shape = (_bounds(query_lens), _bounds(pages.tolist())), (*self.shape, self.page_size)
         self.paged[self.backend].plan(*bounds, held, last_lens, *shape, causal=True, q_data_type=self.dtype)
 
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``[sum(query_lens), Hq, D]`` from ``queries`` of the same shape.
 
-        ``keys``, ``values`` are ``[sum(key_lens), H, D]`` contexts end to end, or in place the frames ``[F, S, H, D]``.
+        ``keys``, ``values`` are ``[sum(key_lens), H, D]`` contexts end to end, or in place the frames ``[F, S, H, D]``. ``learned_sinks`` are
+        as in ``kernels.merge_shares``.
         """
-        if self.in_place:
-            return self.paged[self.backend].forward(queries.contiguous(), (keys, values), causal=True, sm_scale=scale)
-        return self.ragged[self.backend].forward(queries.contiguous(), keys, values, causal=True, sm_scale=scale)
+        attention, context = (self.paged, ((keys, values),)) if self.in_place else (self.ragged, (keys, values))
+        kernel, how = attention[self.backend], {"causal": True, "sm_scale": scale}
+        if learned_sinks is None:
+            return kernel.forward(queries.contiguous(), *context, **how)
+        output, weights = kernel.forward_return_lse(queries.contiguous(), *context, **how)  # to base 2 in all of BACKENDS
+        return kernels.add_learned_sinks(output, weights, learned_sinks)
 
 
 def _bounds(lens: list[int]) -> torch.Tensor:

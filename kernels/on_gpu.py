@@ -9,6 +9,7 @@ from sglang_freekv.kernels.digest import digest_pages
 from sglang_freekv.kernels.fill import fill_frames, fill_pages
 from sglang_freekv.kernels.frames import begin_pages, take_in_hand
 from sglang_freekv.kernels.hold import forget_pages, hold_pages
+from sglang_freekv.kernels.learned_sinks import add_learned_sinks
 from sglang_freekv.kernels.merge import merge_shares
 from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
@@ -24,6 +25,7 @@ from sglang_freekv.kernels.two_bit_score import score_two_bit
 from sglang_freekv.kernels.write import write_tokens
 
 __all__ = [
+    "add_learned_sinks",
     "allocate_shares",
     "append_tokens",
     "attend_pages",

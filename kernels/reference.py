@@ -13,6 +13,7 @@ Row 0 is padding, and a request of that row is a padding request. Kernels skip i
 
 from sglang_freekv.kernels.candidates import Pooling
 from sglang_freekv.kernels.reference_attention import (
+    add_learned_sinks,
     allocate_shares,
     attend_pages,
     attend_present,
@@ -55,6 +56,7 @@ from sglang_freekv.kernels.reference_plan import (
 from sglang_freekv.kernels.reference_stamps import settle_stamps, write_stamp
 
 __all__ = [
+    "add_learned_sinks",
     "allocate_shares",
     "append_tokens",
     "attend_pages",

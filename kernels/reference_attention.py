@@ -67,8 +67,17 @@ def attend_rest(
     _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=_coming(reads), number=1)
 
 
-def merge_shares(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[B, Hq, D]`` output of ``attend_pages`` in ``dtype``, from the two tensors of ``Shares``."""
+def merge_shares(
+    outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype, learned_sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``[B, Hq, D]`` output of ``attend_pages`` in ``dtype``, from the two tensors of ``Shares``.
+
+    Args:
+        learned_sinks: ``[Hq]`` floating logits of the model. Each is one more share of its query head, whose output is zero. None for none.
+    """
+    if learned_sinks is not None:
+        sinks = (learned_sinks.float() / math.log(2)).expand(len(weights), -1)
+        outputs, weights = F.pad(outputs, (0, 0, 0, 1)), torch.cat((weights, sinks[..., None]), 2)
     top = weights.amax(2, keepdim=True)
     parts = (weights - top.where(top > -torch.inf, 0)).exp2()[..., None]
     total = parts.sum(2)
@@ -136,6 +145,8 @@ def extend_attention(
     query_lens: list[int],
     key_lens: list[int],
     scale: float,
+    *,
+    learned_sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over ``[prefix | new]``, one request after the other.
 
@@ -144,10 +155,13 @@ def extend_attention(
         keys, values: ``[sum(key_lens), H, D]``.
         query_lens, key_lens: new tokens and all tokens of each request.
         scale: factor of the logits ``q . k``.
+        learned_sinks: ``[Hq]`` as in ``merge_shares``.
 
     Returns:
-        ``[sum(query_lens), Hq, D]``.
+        ``[sum(query_lens), Hq, D]`` in the dtype of the queries.
     """
+    if learned_sinks is not None:
+        return _extend_with_sinks(queries, keys, values, query_lens, key_lens, scale, learned_sinks=learned_sinks)
     outputs = []
     for q, k, v in zip(queries.split(query_lens), keys.split(key_lens), values.split(key_lens)):
         past = k.shape[0] - q.shape[0]
@@ -157,3 +171,47 @@ def extend_attention(
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _extend_with_sinks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_lens: list[int],
+    key_lens: list[int],
+    scale: float,
+    *,
+    learned_sinks: torch.Tensor,
+) -> torch.Tensor:
+    """As ``extend_attention``, in float32. A learned sink is one more key, of value zero, which all see.
+
+    It is one in a dimension where the other keys are zero, and there a query has what makes the logit.
+    """
+    sink_key = F.one_hot(torch.tensor([keys.shape[2]], device=keys.device), keys.shape[2] + 1).expand(keys.shape[1], -1).float()
+    own = (learned_sinks.float() / scale)[:, None]
+    outputs = []
+    for q, k, v in zip(queries.split(query_lens), keys.split(key_lens), values.split(key_lens)):
+        q = torch.cat((q.float(), own.expand(len(q), -1, -1)), 2)
+        k, v = torch.cat((sink_key[None], F.pad(k.float(), (0, 1)))), F.pad(v.float(), (0, 1, 0, 0, 1, 0))
+        last = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)  # the sink is the first key
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.arange(k.shape[2], device=q.device) <= last, scale=scale, enable_gqa=True
+        )
+        outputs.append(out[0].transpose(0, 1)[..., :-1])
+    return torch.cat(outputs).to(queries.dtype)
+
+
+def add_learned_sinks(outputs: torch.Tensor, weights: torch.Tensor, learned_sinks: torch.Tensor) -> torch.Tensor:
+    """``extend_attention`` with learned sinks, from what it is without them.
+
+    Args:
+        outputs: ``[T, Hq, D]`` attention without the sinks.
+        weights: ``[T, Hq]`` float32 logarithm to base 2 of each query's sum of exponentials.
+        learned_sinks: ``[Hq]`` as in ``merge_shares``.
+
+    Returns:
+        ``[T, Hq, D]`` in the dtype of ``outputs``.
+    """
+    shares = torch.sigmoid(weights * math.log(2) - learned_sinks.float())
+    return (outputs.float() * shares[..., None]).to(outputs.dtype)

@@ -63,7 +63,7 @@ MODEL_RULES = (
         "it attends to a sliding window of {m.sliding_window_size} tokens and has nothing far to retrieve",
     ),
     Rule(lambda m, a: m.is_hybrid_swa and not a.near, "SGLang keeps its KV in two pools, one of windowed layers, and FreeKV in one"),
-    Rule(lambda m, a: m.has_attention_sinks, "it has learned attention sinks, which FreeKV does not add"),
+    Rule(lambda m, a: m.has_attention_sinks, "it has learned attention sinks, and no server has been tested with them"),
     Rule(lambda m, a: getattr(m.hf_text_config, "attn_logit_softcapping", None), "it caps attention logits, and FreeKV does not"),
     Rule(lambda m, a: getattr(m.hf_config, "dual_chunk_attention_config", None), "its dual chunk attention needs its own backend"),
     Rule(

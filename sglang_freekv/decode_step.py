@@ -46,6 +46,7 @@ class DecodeStep:
         keys, values: ``[B, H, D]`` of the new tokens.
         batch: rows, lengths and page table.
         scale: factor of the layer's attention logits.
+        learned_sinks: ``[Hq]`` as in ``kernels.merge_shares``.
     """
 
     selects: torch.Tensor | None = None  # [B, H] kv heads that need scores; None if all do
@@ -56,10 +57,19 @@ class DecodeStep:
     output: torch.Tensor
 
     def __init__(
-        self, engine: Engine, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
+        self,
+        engine: Engine,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: DecodeBatch,
+        scale: float,
+        *,
+        learned_sinks: torch.Tensor | None = None,
     ) -> None:
         self.engine, self.layer, self.batch, self.scale = engine, layer, batch, scale
-        self.queries, self.keys, self.values = queries, keys, values
+        self.queries, self.keys, self.values, self.learned_sinks = queries, keys, values, learned_sinks
         self.cache, self.digests, self.host = engine.cache.layers[layer], engine.digests.layers[layer], engine.host.layers[layer]
         self.ahead_first = plans_ahead_first(len(batch.rows))
 
@@ -111,8 +121,8 @@ class DecodeStep:
         kernels.attend_present(*self._attended(), self.shares, stamp=self.engine.stamp(self.layer, ATTENTION).get("stamp"))
 
     def merge(self) -> None:
-        """Merge the shares of both attentions."""
-        self.output = kernels.merge_shares(*self.shares, self.queries.dtype)
+        """Merge the shares of both attentions, and the learned sinks."""
+        self.output = kernels.merge_shares(*self.shares, self.queries.dtype, self.learned_sinks)
 
     def plan_ahead(self) -> None:
         """Give the pages of the next step their slots."""

@@ -23,7 +23,9 @@ class ExtendAttention(Protocol):
     def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
         """Prepare for all layers of a batch. A request's queries are those of its last ``query_len`` positions."""
 
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend, where ``plan`` says that the contexts lie."""
 
 

@@ -13,14 +13,16 @@ from sglang_freekv.residency import Residency
 from sglang_freekv.retrieval import Retrieval
 
 
-def compile_all(retrieval: Retrieval, residency: Residency, requests: int, pages: int) -> None:
+def compile_all(
+    retrieval: Retrieval, residency: Residency, requests: int, pages: int, *, learned_sinks: torch.Tensor | None = None
+) -> None:
     """Compile, in parallel, the kernels of all that a server does. Arguments are as of ``rehearse``."""
     from sglang_freekv.kernels.compilation import compile_in_parallel  # Triton needs a GPU
 
-    compile_in_parallel(lambda: rehearse(retrieval, residency, requests, pages))
+    compile_in_parallel(lambda: rehearse(retrieval, residency, requests, pages, learned_sinks=learned_sinks))
 
 
-def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: int) -> None:
+def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: int, *, learned_sinks: torch.Tensor | None = None) -> None:
     """Each way to begin a pass, one extend, a refill of no page, and decode steps of many sizes, all of padding in the first layer.
 
     Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
@@ -28,6 +30,7 @@ def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: i
     Args:
         requests: B of the largest batch.
         pages: P of every page table.
+        learned_sinks: ``[Hq]`` as models have them that do.
     """
     previous = retrieval.cache.layers[0].previous_queries
     (_, query_heads, dim), heads = previous.shape, retrieval.cache.num_kv_heads
@@ -49,13 +52,13 @@ def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: i
 
     for size in _batch_sizes(requests):
         batch = DecodeBatch(padding[:size], padding[:size] + 1, page_table[:size], frames[:size])
-        retrieval.decode(0, *tokens(size), batch, scale)
+        retrieval.decode(0, *tokens(size), batch, scale, learned_sinks=learned_sinks)
         retrieval.end_step(batch.rows)
     planner = ExtendPlanner(retrieval.streams.transfers, page)
     given = frames[:1].clone()
     plan = planner.plan(padding[:1], page_table[:1], frames[:1], [page], [page], residency.req_to_token, given=given)
     retrieval.prepare_extend(plan)
-    retrieval.extend(0, *tokens(page), plan.batch, scale)
+    retrieval.extend(0, *tokens(page), plan.batch, scale, learned_sinks=learned_sinks)
     retrieval.refill(page_table[:1], given)
     retrieval.complete_all_transfers()
 

@@ -33,7 +33,15 @@ class Retrieval(Engine):
         self.seeding = Seeding(self.start_rows, previous_queries, scales, requests, pages, record)
 
     def decode(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, scale: float
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: DecodeBatch,
+        scale: float,
+        *,
+        learned_sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One decode step of one layer. The host launches work and waits for none, so a CUDA graph can hold the step.
 
@@ -42,12 +50,13 @@ class Retrieval(Engine):
             keys, values: ``[B, H, D]`` of the new tokens.
             batch: rows, lengths and page table.
             scale: factor of the layer's attention logits.
+            learned_sinks: ``[Hq]`` as in ``kernels.merge_shares``. They take part in attention, and not in what is selected.
 
         Returns:
             ``[B, Hq, D]`` attention output, in the dtype of the queries.
         """
         self.complete_transfers(layer)
-        step = DecodeStep(self, layer, queries, keys, values, batch, scale)
+        step = DecodeStep(self, layer, queries, keys, values, batch, scale, learned_sinks=learned_sinks)
         without = ("verify",) if self.canary is None else ()
         schedule.run(step, self.streams, self.in_flight[layer], without, on_turn=self.config.selects_on_turn)
         return step.finish()
@@ -81,7 +90,15 @@ class Retrieval(Engine):
         self.store.in_place.refill(page_table, given)
 
     def extend(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ExtendBatch, scale: float
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: ExtendBatch,
+        scale: float,
+        *,
+        learned_sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One extend of one layer: attend to ``[prefix | new]``, digest and offload the pages that are filled, and seed the rows.
 
@@ -90,6 +107,7 @@ class Retrieval(Engine):
             keys, values: ``[T, H, D]`` of the new tokens.
             batch: the extend batch that ``prepare_extend`` began.
             scale: factor of the layer's attention logits.
+            learned_sinks: ``[Hq]`` as in ``kernels.merge_shares``. They take part in attention, and not in what is selected.
 
         Returns:
             ``[T, Hq, D]`` attention output.
@@ -104,7 +122,7 @@ class Retrieval(Engine):
             self.in_flight[layer].append(self.streams.transfers.submit(lambda: self.offload(layer, *full)))
         if batch.given is not None and batch.context_starts is not None:
             kernels.fill_frames(*context, batch.context_starts, batch.given, keys=cache.keys, values=cache.values)
-        output = self.extend_attention(queries, *((cache.keys, cache.values) if batch.in_place else context), scale)
+        output = self.extend_attention(queries, *((cache.keys, cache.values) if batch.in_place else context), scale, learned_sinks)
         if fills:
             context_keys, _, starts, full_pages = full
             self.policy.digests.write(context_keys, starts, full_pages, self.digests.layers[layer])

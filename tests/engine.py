@@ -42,6 +42,7 @@ class Request:
     tokens: int = 0
     speculative: dict = field(default_factory=dict)
     selected_with: dict = field(default_factory=dict)  # position of the query of each kv head's last selection, on turn
+    learned_sinks: torch.Tensor | None = None  # [LAYERS, HEADS * GROUP]
 
     def __post_init__(self) -> None:
         def walk(heads: int) -> torch.Tensor:
@@ -54,7 +55,10 @@ class Request:
 def attend(request: Request, layer: int, head: int, position: int, tokens: list[int]) -> torch.Tensor:
     q = request.q[layer, position].view(HEADS, GROUP, DIM)[head]
     k, v = request.k[layer, tokens, head], request.v[layer, tokens, head]
-    return (q @ k.T * SCALE).softmax(-1) @ v
+    logits = q @ k.T * SCALE
+    if request.learned_sinks is not None:
+        logits = torch.cat((logits, request.learned_sinks[layer].view(HEADS, GROUP)[head, :, None]), 1)
+    return logits.softmax(-1)[:, : len(tokens)] @ v
 
 
 def choose(
@@ -123,10 +127,20 @@ class Engine:
 
     Args:
         resident: frames beyond the slots of all rows; negative if there are fewer. With 0 nothing is resident.
+        sinks: whether each query head has a learned sink.
     """
 
     def __init__(
-        self, config: FreeKVConfig, prompts: list[int], steps: int, stream, seed: int = 0, device: str = "cpu", *, resident: int = 0
+        self,
+        config: FreeKVConfig,
+        prompts: list[int],
+        steps: int,
+        stream,
+        seed: int = 0,
+        device: str = "cpu",
+        *,
+        resident: int = 0,
+        sinks: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         policy = POLICIES[config.method](config)
@@ -157,12 +171,14 @@ class Engine:
         self.residency, self.in_place = Residency(store.frames, self.req_to_token, config.whole_pages), 0  # extends in place so far
         rows = torch.randperm(8, generator=generator)[: len(prompts)] + 1
         self.owners: dict[int, Request] = {}  # of each row, as of its last pass
+        others = torch.Generator().manual_seed(seed + 1)  # requests are those of an engine without sinks
+        self.learned_sinks = 3 * torch.randn(LAYERS, HEADS * GROUP, generator=others) if sinks else None
         self.requests = [self.admit(prompt, prompt + steps, int(row)) for prompt, row in zip(prompts, rows)]
 
     def admit(self, prompt: int, total: int, row: int) -> Request:
         count = total // self.config.page_size + 2
         pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return Request(prompt, total, row, pages, self.generator)
+        return Request(prompt, total, row, pages, self.generator, learned_sinks=self.learned_sinks)
 
     def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(request.pages) for request in requests)
@@ -184,7 +200,11 @@ class Engine:
         self.retrieval.prepare_extend(plan)
         outputs = [
             self.retrieval.extend(
-                layer, *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"), plan.batch, SCALE
+                layer,
+                *(self.to_device(torch.cat([getattr(r, x)[layer, a:b] for r, a, b in spans])) for x in "qkv"),
+                plan.batch,
+                SCALE,
+                **self._sinks(layer),
             )
             for layer in range(LAYERS)
         ]
@@ -202,7 +222,9 @@ class Engine:
         if given is not None:
             self.retrieval.refill(table, given)
         batch = DecodeBatch(rows, self.to_device(torch.tensor(tokens)), table, frames)
-        return [self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE) for layer in range(LAYERS)]
+        return [
+            self.retrieval.decode(layer, *self.new_tokens(layer, requests), batch, SCALE, **self._sinks(layer)) for layer in range(LAYERS)
+        ]
 
     def _begin(
         self, requests: list[Request], rows: torch.Tensor, table: torch.Tensor, tokens: list[int], prefixes: list[int] | None = None
@@ -230,6 +252,9 @@ class Engine:
     def may_extend_in_place(self) -> bool:
         """Whether an extend is in place if it can be."""
         return True
+
+    def _sinks(self, layer: int) -> dict[str, torch.Tensor]:
+        return {} if self.learned_sinks is None else {"learned_sinks": self.to_device(self.learned_sinks[layer])}
 
     def used_rows(self) -> set[int]:
         return {request.row for request in self.requests}

@@ -46,6 +46,14 @@ class Launch(NamedTuple):
     same: list[tuple[str, str]]
 
 
+class ExtendInTwo(ReferenceExtend):
+    """Adds learned sinks behind attention, as on a GPU."""
+
+    def __call__(self, queries, keys, values, scale, learned_sinks=None):
+        output = super().__call__(queries, keys, values, scale)
+        return output if learned_sinks is None else kernels.add_learned_sinks(output, torch.zeros(output.shape[:2]), learned_sinks)
+
+
 def pretend_to_have_a_gpu() -> None:
     """Kernels of tensors on a CPU are compiled for a Hopper GPU in this process, and must not run."""
     driver.set_active(mock.Mock(get_current_target=lambda: HOPPER, get_current_device=lambda: 0))
@@ -64,7 +72,7 @@ def engine_of(*, context: int, rows: int, pages: int, resident: int, settings: d
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=frames)
     residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32), config.whole_pages)
     recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
-    return Retrieval(config, policy, store, streams, recall, ReferenceExtend()), residency
+    return Retrieval(config, policy, store, streams, recall, ExtendInTwo()), residency
 
 
 def most_pages(context: int, engine: Retrieval) -> int:
@@ -96,7 +104,7 @@ def sharing(arguments: dict[str, Any]) -> Iterable[tuple[str, str]]:
     return (pair for pair in combinations(spans, 2) if max(spans[n][0] for n in pair) < min(spans[n][1] for n in pair))
 
 
-def record(batch: int, **sizes: Any) -> dict[int, Launch]:
+def record(batch: int, learned_sinks: bool = False, **sizes: Any) -> dict[int, Launch]:
     """The launches of one rehearsal, by identity: each kernel once in a process for every way in which it is compiled."""
     run, found = JITFunction.run, {}
 
@@ -107,7 +115,8 @@ def record(batch: int, **sizes: Any) -> dict[int, Launch]:
 
     engine, residency = engine_of(**sizes)
     with mock.patch.object(JITFunction, "run", note), mock.patch("triton.compiler.compile", lowered):
-        rehearse(engine, residency, batch, most_pages(sizes["context"], engine))
+        sinks = torch.zeros(32, dtype=torch.bfloat16) if learned_sinks else None
+        rehearse(engine, residency, batch, most_pages(sizes["context"], engine), learned_sinks=sinks)
     return found
 
 

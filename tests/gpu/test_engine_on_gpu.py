@@ -53,6 +53,18 @@ def test_decode_on_a_gpu_follows_the_paper(config, resident):
     assert_nothing_changed_in_host_memory(engine)
 
 
+@pytest.mark.parametrize("name", ["tight", "on-turn-two-bit-slack", "always-corrected"])
+def test_decode_on_a_gpu_has_learned_sinks(name):
+    engine = Engine(CONFIGS[name], prompts=[5, 64, 99], steps=STEPS, stream=cuda_stream, device="cuda", sinks=True)
+    engine.extend(engine.requests, [request.prompt for request in engine.requests])
+    for _ in range(STEPS):
+        outputs = [output.cpu() for output in engine.decode(engine.requests)]
+        for layer, output in enumerate(outputs):
+            for index, request in enumerate(engine.requests):
+                expected, _ = expected_step(engine.config, request, layer)
+                torch.testing.assert_close(output[index].view_as(expected), expected, atol=2e-5, rtol=2e-5)
+
+
 def assert_nothing_changed_in_host_memory(engine: Engine) -> None:
     """The canary, if there is one, has found nothing."""
     engine.retrieval.complete_all_transfers()
@@ -405,19 +417,22 @@ def test_an_edge_removed_beside_a_graph_is_caught(remove_edge):
 
 
 @pytest.mark.parametrize("size", [8, 32, 64])
-def test_flashinfer_extends_as_the_reference_does(size):
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "learned sinks"])
+def test_flashinfer_extends_as_the_reference_does(size, sinks):
     """Staged and in place, through one workspace. In place the plan does not wait for the device."""
     pytest.importorskip("flashinfer")
     heads, group, dim, dtype = 2, 3, 64, torch.bfloat16  # one head_dim, because FlashInfer compiles each for minutes
     kernel = FlashInferExtend(heads * group, heads, dim, dtype, size, "cuda", 128 << 20)
+    learned_sinks = 3 * torch.randn(heads * group, dtype=dtype, device="cuda") if sinks else None
     for query_lens, key_lens in (([5, 1, 300, 64], [5, 700, 1300, 128]), ([1], [1])):
         queries, keys, values = (
             torch.randn(sum(lens), count, dim, dtype=dtype, device="cuda")
             for lens, count in ((query_lens, heads * group), (key_lens, heads), (key_lens, heads))
         )
-        expected = reference.extend_attention(*(x.float() for x in (queries, keys, values)), query_lens, key_lens, dim**-0.5)
+        exact = [x.float() for x in (queries, keys, values)]
+        expected = reference.extend_attention(*exact, query_lens, key_lens, dim**-0.5, learned_sinks=learned_sinks)
         kernel.plan(query_lens, key_lens)
-        torch.testing.assert_close(kernel(queries, keys, values, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(kernel(queries, keys, values, dim**-0.5, learned_sinks).float(), expected, atol=2e-2, rtol=2e-2)
         width = max(key_lens) // size + 1
         frames = torch.randperm(len(key_lens) * width, device="cuda").int().view(-1, width)
         pools = torch.full((2, frames.numel(), size, heads, dim), torch.nan, dtype=dtype, device="cuda")
@@ -431,7 +446,7 @@ def test_flashinfer_extends_as_the_reference_does(size):
             kernel.plan(query_lens, key_lens, frames)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(kernel(queries, *pools, dim**-0.5).float(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(kernel(queries, *pools, dim**-0.5, learned_sinks).float(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_decode_step_never_waits_for_the_device():

@@ -76,7 +76,7 @@ from sglang_freekv.kernels import attend, merge, plan, recall
 from sglang_freekv.kernels.select import Sizes
 
 WIDE = {"p_rows", "p_seq_lens", "p_counts"}
-TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output"}
+TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output", "p_learned_sinks"}
 FOUR = {"p_logits", "p_weights", "p_parts"}
 NUMBERS = {
     "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "AHEAD_FIRST": True,
@@ -102,8 +102,9 @@ first_accesses("plan", plan._plan_pages, REST=False, HYSTERESIS=1.4, ON_TURN=Tru
 first_accesses("plan", plan._plan_pages, REST=False, SIZES=NUMBERS["SIZES"]._replace(A=128, A_BLOCK=128))
 first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64, p_stamp=None)
 first_accesses("rest", attend._attend_pages, REST=True, p_stamp=None)
-first_accesses("merge", merge._merge_shares)
-first_accesses("control", merge._merge_shares, FOLLOWS=False)
+first_accesses("merge", merge._merge_shares, p_learned_sinks=None)
+first_accesses("merge-with-sinks", merge._merge_shares)
+first_accesses("control", merge._merge_shares, FOLLOWS=False, p_learned_sinks=None)
 first_accesses("whole", attend._attend_pages, REST=False, FOLLOWS=False, p_present=None, p_weights=None, p_stamp=None)
 """
 
@@ -114,7 +115,7 @@ def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
     assert done.returncode == 0, done.stderr[-2000:]
     first = {name: access for name, access, _ in map(str.split, done.stdout.splitlines())}
     control, whole = first.pop("control"), first.pop("whole")
-    assert set(first) == {"plan", "recall", "rest", "merge"} and set(first.values()) == {"griddepcontrol.wait"}
+    assert set(first) == {"plan", "recall", "rest", "merge", "merge-with-sinks"} and set(first.values()) == {"griddepcontrol.wait"}
     assert control.startswith("ld.global") and whole.startswith("ld.global"), "these do not wait"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from unittest import mock
 
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import attend, correction, reference, score, two_bit_score
+from sglang_freekv.kernels import attend, correction, learned_sinks, merge, reference, score, two_bit_score
 from sglang_freekv.kernels.candidates import Tables, Turn
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.two_bit_score import minus_one as two_bit_minus_one
@@ -388,3 +389,72 @@ def test_nothing_that_attention_reads_is_written():
     before = [tensor.clone() for tensor in tensors]
     attend.attend_pages(*tensors[:4], reads, scale)
     assert all(torch.equal(old.nan_to_num(7), new.nan_to_num(7)) for old, new in zip(before, tensors))
+
+
+def softmax_with_sinks(logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """``[Hq, D]`` from ``logits [Hq, N]`` and ``values [Hq, N, D]``: the weights do not add up to 1."""
+    top = torch.maximum(logits.amax(1), sinks)[:, None]
+    parts = (logits - top).exp()
+    return (parts[..., None] * values).sum(1) / (parts.sum(1, keepdim=True) + (sinks[:, None] - top).exp())
+
+
+@SHAPES
+@SPLITS
+@pytest.mark.parametrize("rest", [1, 1056])
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["as logits", "beyond an exponential"])
+def test_learned_sinks_are_in_the_sum_of_the_softmax(H, G, D, programs, rest, size, monkeypatch):
+    """In exact numbers, on requests of one token and of many, of which a part is attended to later."""
+    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    monkeypatch.setattr(attend, "PROGRAMS_OF_THE_REST", rest)
+    S = 5
+    (queries, keys, values, lens, reads, scale), rows = attention_case(H, G, D, S)
+    present = torch.randint(0, reads.frames.shape[2] + 1, (len(rows), H), dtype=torch.int32, device=DEVICE)
+    reads, sinks = reads._replace(present=present), size * torch.randn(H * G, device=DEVICE)
+    outputs = []
+    for module in (attend, reference):
+        shares = module.allocate_shares(queries, keys, reads)
+        module.attend_rest(queries, keys, values, lens, reads, scale, shares)
+        module.attend_present(queries, keys, values, lens, reads, scale, shares)
+        outputs.append(module.merge_shares(*shares, queries.dtype, sinks))
+    assert not outputs[0][rows == 0].any() and not outputs[1][rows == 0].any()
+    for b in (rows > 0).nonzero().flatten().tolist():
+        for h in range(H):
+            listed, own = reads.frames[b, h] >= 0, slice(h * G, h * G + G)
+            place = reads.pages[b, h, listed][:, None] * S + torch.arange(S, device=DEVICE)
+            frames, visible = reads.frames[b, h, listed].long(), place < lens[b]
+            k, v = (cache[frames, :, h][visible].double() for cache in (keys, values))
+            logits = queries[b, own].double() @ k.T * scale
+            expected = softmax_with_sinks(logits, v.expand(G, -1, -1), sinks[own].double()).float()
+            for output in outputs:
+                torch.testing.assert_close(output[b, own], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_learned_sinks_of_any_type_are_merged_as_the_reference_does(dtype):
+    outputs, weights = torch.randn(3, 7, 5, 24, device=DEVICE), 4 * torch.randn(3, 7, 5, device=DEVICE)
+    weights[0, :, 2:], outputs[0, :, 2:] = float("-inf"), float("nan")
+    weights[1, 3] = float("-inf")  # of nobody
+    sinks = (4 * torch.randn(7, device=DEVICE)).to(dtype)
+    merged = merge.merge_shares(outputs, weights, torch.float32, sinks)
+    torch.testing.assert_close(merged, reference.merge_shares(outputs, weights, torch.float32, sinks), rtol=1e-5, atol=1e-6)
+    assert not merged[1, 3].any()
+    without = merge.merge_shares(outputs, weights, torch.float32)
+    assert (merged.abs() < without.abs()).sum() > 0.9 * without.count_nonzero(), "a sink takes weight from all others"
+    weights[2, 1, 0] = float("nan")
+    assert merge.merge_shares(outputs, weights, torch.float32, sinks)[2, 1].isnan().all(), "what never came is not hidden"
+
+
+@pytest.mark.parametrize("T, heads, D", [(1, 1, 16), (37, 6, 24), (5, 64, 64), (70, 3, 90)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_learned_sinks_are_added_behind_attention(T, heads, D, dtype):
+    logits, values = 3 * torch.randn(T, heads, 19, device=DEVICE), torch.randn(T, heads, 19, D, device=DEVICE)
+    sinks = 3 * torch.randn(heads, device=DEVICE)
+    logits[0], sinks[0] = logits[0] - 200, 200.0  # a sink that takes all
+    attended = (logits.softmax(-1)[..., None] * values).sum(2).to(dtype)
+    weights = logits.logsumexp(-1) * math.log2(math.e)
+    found, expected = (add(attended, weights, sinks) for add in (learned_sinks.add_learned_sinks, reference.add_learned_sinks))
+    assert found.dtype == expected.dtype == dtype
+    exact = torch.stack([softmax_with_sinks(*each, sinks) for each in zip(logits, values)])
+    bound = 2 * torch.finfo(dtype).eps * exact.abs() + 1e-6
+    assert ((found.float() - exact).abs() <= bound + 1e-5 * exact.abs()).all() and not found[0, 0].any()
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)

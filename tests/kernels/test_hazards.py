@@ -33,9 +33,13 @@ from ttgir import Program
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels"
 SIZES = {"context": 131_072, "rows": 16, "pages": 64, "resident": 40}
-SERVERS = (  # the default server, on turn; one whose rows have 256 slots, more than a program has threads; one with large pages
+SERVERS = (  # the default server, on turn; one with learned sinks, whose rows have 256 slots, more than a program has threads; one with large pages
     {"batch": 16, "settings": {"selection": "on-turn", "canary": "full", "recall_timing": 100}},
-    {"batch": 3, "settings": {"page_size": 8, "digest": "two-bit", "hysteresis": 1.4, "selection": "on-turn", "canary": "sample"}},
+    {
+        "batch": 3,
+        "learned_sinks": True,
+        "settings": {"page_size": 8, "digest": "two-bit", "hysteresis": 1.4, "selection": "on-turn", "canary": "sample"},
+    },
     {"batch": 3, "settings": {"page_size": 256, "digest": "two-bit", "pooling": "max", "dense_below_tokens": 8192}},
 )
 
