@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from inspect import signature
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -54,7 +55,10 @@ class FreeKVAttnBackend(AttentionBackend):
         self.frames: torch.Tensor | None = None
         model_runner.capture_tail_hooks.append(self._join)
         if model_runner.device != "cpu":
-            compile_all(self.retrieval, self.residency, self.token_to_kv_pool.num_rows, self._most_pages)
+            learned_sinks = None
+            if model_runner.model_config.has_attention_sinks:
+                learned_sinks = torch.zeros(pool.shape.query_heads, dtype=torch.bfloat16, device=model_runner.device)  # as models have them
+            compile_all(self.retrieval, self.residency, pool.num_rows, self._most_pages, learned_sinks=learned_sinks)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a forward pass without a graph, or with a graph for what lies between the attention layers of an extend.
@@ -160,8 +164,11 @@ class FreeKVAttnBackend(AttentionBackend):
     def _forward(self, retrieve, dense, qkv, layer, forward_batch, save_kv_cache, kwargs):
         q, k, v = qkv
         index = self.token_to_kv_pool.retrieval_index.get(layer.layer_id)
+        options = {name: value for name, value in kwargs.items() if value is not None}
         if index is None:
-            return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+            _expect_heeded(layer, options, _options_of(dense) if options else ())
+            return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
+        _expect_heeded(layer, options, ("sinks",))
         if not save_kv_cache or k is None or v is None:
             raise RuntimeError(
                 f"layer {layer.layer_id} attends without keys and values of its own, expected every retrieval layer to store them; the "
@@ -171,7 +178,8 @@ class FreeKVAttnBackend(AttentionBackend):
             return torch.zeros_like(q).reshape(q.shape[0], -1)
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
-        return retrieve(index, queries, keys, values, self.batch, layer.scaling).reshape(q.shape[0], -1)
+        output = retrieve(index, queries, keys, values, self.batch, layer.scaling, learned_sinks=options.get("sinks"))
+        return output.reshape(q.shape[0], -1)
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()
@@ -181,6 +189,19 @@ def _attention_layers(model: torch.nn.Module) -> Iterator[RadixAttention]:
     """Attention layers among the model's modules, and those that SGLang's Transformers backend keeps in ``attention_instances``."""
     beside = getattr(model, "attention_instances", None) or {}
     yield from (module for module in (*model.modules(), *beside.values()) if isinstance(module, RadixAttention))
+
+
+def _options_of(attention: Callable[..., torch.Tensor]) -> list[str]:
+    return [name for name, parameter in signature(attention).parameters.items() if parameter.default is not parameter.empty]
+
+
+def _expect_heeded(layer: RadixAttention, options: Collection[str], heeded: Collection[str]) -> None:
+    """Raise RuntimeError if a call of attention has an option that is not ``heeded``: without it the result is another."""
+    if unheeded := [name for name in options if name not in heeded]:
+        raise RuntimeError(
+            f"layer {layer.layer_id} calls its attention with {', '.join(unheeded)}, expected options among {', '.join(heeded)}; the model "
+            "computes attention in a way that is not supported, use --kv-retrieval none"
+        )
 
 
 def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:

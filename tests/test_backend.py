@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -80,18 +81,26 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
         check(model_of(attention(0, **changes), *map(attention, range(1, 4))))
 
 
-@pytest.mark.parametrize("device, compiled", [("cuda", [("engine", "table", 5, 16)]), ("cpu", [])])
-def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled):
+@pytest.mark.parametrize("device, compiled, sinks", [
+    ("cuda", [("engine", "table", 5, 16, None)], False), ("cuda", [("engine", "table", 5, 16, (6,))], True), ("cpu", [], False),
+])  # fmt: skip
+def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks):
     pool = object.__new__(FreeKVPool)
     pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None, "retrieval_index": {1: 0}}
     pool.config = FreeKVConfig()
     pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32, num_frames=200, num_slots=64, is_resident=True))
     runner = SimpleNamespace(
         device=device, token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
-        model_config=SimpleNamespace(context_len=320), model=model_of(*map(attention, range(4))),
+        model_config=SimpleNamespace(context_len=320, has_attention_sinks=sinks), model=model_of(*map(attention, range(4))),
     )  # fmt: skip
     asked: list[tuple] = []
-    monkeypatch.setattr(backend, "compile_all", lambda engine, residency, *sizes: asked.append((engine, residency.req_to_token, *sizes)))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: zeros(*size, **options))  # there is no GPU
+
+    def compile_all(engine, residency, *sizes, learned_sinks) -> None:
+        asked.append((engine, residency.req_to_token, *sizes, None if learned_sinks is None else tuple(learned_sinks.shape)))
+
+    monkeypatch.setattr(backend, "compile_all", compile_all)
     monkeypatch.setitem(backend.ATTENTION_BACKENDS, "torch_native" if device == "cpu" else "flashinfer", lambda runner: None)
     made = FreeKVAttnBackend(runner)
     assert asked == compiled and pool.residency is made.residency
@@ -104,7 +113,7 @@ def test_between_captured_parts_attention_is_that_of_the_scheduled_batch(monkeyp
     made.residency = SimpleNamespace(batch=[(1, 8)] if scheduled else None)
     made.dense = SimpleNamespace(init_forward_metadata=lambda batch: prepared.append("dense"), forward_extend=None)
     made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index={1: 0}), "the batch before"
-    made.retrieval = SimpleNamespace(extend=lambda index, queries, keys, values, batch, scale: queries + 1)
+    made.retrieval = SimpleNamespace(extend=lambda index, queries, *others, **options: queries + 1)
 
     def prepare(forward_batch) -> None:
         prepared.append("engine")
@@ -129,3 +138,65 @@ def test_layers_are_seeded_together_only_where_prefills_are_captured(monkeypatch
     monkeypatch.setattr(backend, "check_cuda_graph_backend", lambda phase, kind: breakable and (phase, kind) == ("prefill", "breakable"))
     made.init_cuda_graph_state(4, 4)
     assert asked == ([([0.5], 5, 16)] if breakable else [])
+
+
+def attending(retrieval: object, dense: object, index: int | None = 0) -> FreeKVAttnBackend:
+    made = object.__new__(FreeKVAttnBackend)
+    made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index={} if index is None else {1: index}), "this batch"
+    made.retrieval, made.dense = (
+        SimpleNamespace(extend=retrieval, decode=retrieval),
+        SimpleNamespace(forward_extend=dense, forward_decode=dense),
+    )
+    return made
+
+
+@pytest.mark.parametrize("forward", ["forward_extend", "forward_decode"])
+@pytest.mark.parametrize("sinks", [None, torch.rand(6)], ids=["no sinks", "learned sinks"])
+def test_sinks_reach_the_engine(forward, sinks):
+    given: list = []
+
+    def retrieve(index, queries, keys, values, batch, scale, *, learned_sinks):
+        given.append(learned_sinks)
+        return queries
+
+    made, kv = attending(retrieve, None), torch.rand(5, 32)
+    getattr(made, forward)(torch.rand(5, 96), kv, kv, attention(1), None, sinks=sinks)
+    assert len(given) == 1 and given[0] is sinks
+
+
+def stock(q, k, v, layer, forward_batch, save_kv_cache=True):
+    return q
+
+
+def stock_with_sinks(q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+    return q if sinks is None else q + sinks.sum()
+
+
+def test_a_dense_layer_has_sinks_where_its_attention_takes_them():
+    queries, kv, sinks = torch.rand(5, 96), torch.rand(5, 32), torch.rand(6)
+    for dense, option, expected in (
+        (stock_with_sinks, sinks, queries + sinks.sum()),
+        (stock_with_sinks, None, queries),
+        (stock, None, queries),
+    ):
+        assert torch.equal(attending(None, dense, None).forward_decode(queries, kv, kv, attention(1), None, sinks=option), expected)
+
+
+@pytest.mark.parametrize("index, options, named", [
+    (0, {"rel_bias": torch.rand(5)}, "layer 1 calls its attention with rel_bias, expected options among sinks; .* use --kv-retrieval none"),
+    (0, {"sinks": torch.rand(6), "score_mod": "any"}, "with score_mod, expected"),
+    (None, {"sinks": torch.rand(6)}, "layer 1 calls its attention with sinks, expected options among save_kv_cache; "),
+])  # fmt: skip
+def test_an_option_that_nobody_heeds_is_refused(index, options, named):
+    kv = torch.rand(5, 32)
+    with pytest.raises(RuntimeError, match=named):
+        attending(None, stock, index).forward_extend(torch.rand(5, 96), kv, kv, attention(1), None, **options)
+
+
+def test_stock_attention_for_dense_layers_takes_no_sinks():
+    """So dense layers with sinks are refused. If SGLang's attention takes them one day, they are served."""
+    for name in ("flashinfer", "torch_native"):
+        module = importlib.import_module(f"sglang.srt.layers.attention.{name}_backend")
+        [stock_backend] = [getattr(module, each) for each in ("FlashInferAttnBackend", "TorchNativeAttnBackend") if hasattr(module, each)]
+        for forward in (stock_backend.forward_extend, stock_backend.forward_decode):
+            assert "sinks" not in backend._options_of(forward) and "save_kv_cache" in backend._options_of(forward)
