@@ -448,6 +448,11 @@ SCHEDULER_ON_CPU = (
         "the same for the one token of a decode step",
         until="0.5.22", due=DECODE,
     ),
+    Patch(
+        "sglang.srt.distributed.parallel_state.init_model_parallel_group", None, AROUND, "cpu:without_nccl",
+        "SGLang lets ranks talk by NCCL where its library is installed, GPU or not",
+        due=START,
+    ),
 )
 # fmt: on
 

@@ -101,6 +101,19 @@ def support_triton(original, backend: str) -> bool:
     return backend != BACKEND_NAME and original(backend)
 
 
+def most_ranks() -> int:
+    """Ranks that SGLang can start here: one for each NUMA node, unless the user names the cores of each."""
+    from sglang.srt.utils.common import get_cpu_ids_by_node
+
+    named = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "all")
+    return len(get_cpu_ids_by_node() if named == "all" else named.split("|"))
+
+
+def without_nccl(original, *args, **kwargs):
+    """AROUND the making of a group of ranks: they talk by gloo alone."""
+    return original(*args, **(kwargs | {"use_pynccl": False}))
+
+
 def alloc_extend(
     original, allocator, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages=None
 ):

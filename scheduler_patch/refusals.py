@@ -16,6 +16,7 @@ from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.scheduler_patch import cpu
 from sglang_freekv.scheduler_patch.layer_kinds import has_window, layer_table
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refused_flags import OFF, PADDED
@@ -149,8 +150,9 @@ RESOLVED_RULES = (
         "--enable-lora: SGLang pins memory for adapters, which takes a GPU; leave it and --lora-paths out, or use --device cuda",
     ),
     Rule(
-        lambda s, m, c: s.device == "cpu" and s.tp_size > 1,
-        "--tp-size {s.tp_size}: only one rank has been tested with --device cpu; leave it out, or use --device cuda",
+        lambda s, m, c: s.device == "cpu" and s.tp_size > cpu.most_ranks(),
+        "--tp-size {s.tp_size}: with --device cpu SGLang starts a rank for each NUMA node, or for each list of cores in "
+        "SGLANG_CPU_OMP_THREADS_BIND, and has fewer; use that variable, with '0-3|4-7' for two ranks of four cores",
     ),
 )
 
