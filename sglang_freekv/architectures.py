@@ -3,5 +3,18 @@
 
 from __future__ import annotations
 
-TESTED_ARCHITECTURES = frozenset({"GraniteForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+TESTED_ARCHITECTURES = frozenset(
+    {
+        "Glm4MoeForCausalLM",
+        "GraniteForCausalLM",
+        "LlamaForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "Ministral3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "SeedOssForCausalLM",
+    }
+)
 """Names from ``architectures`` in config.json. tests/e2e/test_families.py compares the tokens of these models with the oracle's."""

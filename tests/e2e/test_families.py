@@ -1,61 +1,154 @@
-"""Tiny random-weight models of other families: as the oracle, within the budget (which is dense) and beyond it."""
+"""Tiny random-weight models of other families: as stock SGLang and as the oracle, within the budget (which is dense) and beyond it."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import engines
 from oracle import Oracle, OracleSettings
-from serving import freekv
+from room import wait_for_room
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 
-NEW_TOKENS, VOCABULARY = 16, 512
+pytestmark = [pytest.mark.both_releases, pytest.mark.two_servers]
+
+NEW_TOKENS, VOCABULARY, LAYERS = 16, 512, 3
+LENGTHS = 16, 77, 200, 230, 500, 901
+WITHIN = 4  # so many of them fit the budget with their answers
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
-FAMILIES = {  # model type, query heads, kv heads, more
-    "qwen2": ("qwen2", 4, 2, {}),
-    "granite": ("granite", 4, 2, {"attention_multiplier": 0.6}),  # 1 / sqrt(D) with the others
-    "qwen3": ("qwen3", 6, 3, {}),
-    "llama-mha": ("llama", 4, 4, {}),
-    "llama-8q-1kv": ("llama", 8, 1, {}),
-    "qwen3-moe": ("qwen3_moe", 4, 2, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
-}
+ENGINE = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=8192, max_running_requests=8, random_seed=0)
+STOCK = dict(attention_backend="torch_native")
+OURS = dict(
+    kv_retrieval="freekv", freekv_preset="fast", freekv_budget=SETTINGS.budget, freekv_sink=SETTINGS.sink, freekv_window=SETTINGS.window,
+    freekv_tau=SETTINGS.tau, freekv_resident_memory=0,
+)  # fmt: skip
+
+
+class Family(NamedTuple):
+    """A model type of transformers, with heads in the proportion of a published model.
+
+    Args:
+        more: other fields of its config.
+        published: fields that SGLang reads and transformers does not save. They are in the config.json of published checkpoints.
+    """
+
+    kind: str
+    query_heads: int
+    kv_heads: int
+    more: dict[str, Any] = {}
+    published: dict[str, Any] = {}
+
+
+def rotary(kind: str = "default", **others) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e6} | others}
+
+
+def experts(count: str, **others) -> dict[str, Any]:
+    return {count: 8, "num_experts_per_tok": 2} | others
+
+
+YARN = dict(factor=16.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=256)
+LONG = dict(short_factor=[1, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[1, 1.5, 2, 3, 4, 5], original_max_position_embeddings=1024)
+FAMILIES = {
+    "qwen2": Family("qwen2", 4, 2),  # biases of query, key and value
+    "granite": Family("granite", 4, 2, {"attention_multiplier": 0.6}),  # 1 / sqrt(D) with the others
+    "qwen3": Family("qwen3", 6, 3),  # norms of each head
+    "llama-mha": Family("llama", 4, 4),
+    "llama-8q-1kv": Family("llama", 8, 1),
+    "qwen3-moe": Family("qwen3_moe", 32, 2, experts("num_experts", moe_intermediate_size=32, norm_topk_prob=True)),  # 235B-A22B
+    "glm4-moe": Family(  # GLM-4.6: norms, biases, half of each head turned, a dense layer before those of experts
+        "glm4_moe", 24, 2,
+        experts("n_routed_experts", moe_intermediate_size=32, first_k_dense_replace=1, routed_scaling_factor=2.5)
+        | {"attention_bias": True, "use_qk_norm": True}
+        | rotary(partial_rotary_factor=0.5),
+    ),
+    "minimax-m2": Family(  # norms over all heads, half of each head turned
+        "minimax_m2", 12, 2, experts("num_local_experts", intermediate_size=32) | rotary(partial_rotary_factor=0.5),
+        dict(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True, qk_norm_type="per_layer", rotary_dim=8, rope_theta=1e6),
+    ),
+    "ministral3": Family(  # YaRN, tied weights, queries that grow with their position
+        "ministral3", 8, 2,
+        rotary("yarn", llama_4_scaling_beta=0.1, **YARN) | {"tie_word_embeddings": True},
+        {"original_max_position_embeddings": YARN["original_max_position_embeddings"]},
+    ),
+    "phi-4": Family("phi3", 16, 4, {"sliding_window": None}),  # one matrix for query, key and value
+    "phi-4-mini": Family(  # three quarters of each head turned, factors for each frequency; heads are as wide as they are by default
+        "phi3", 6, 2,
+        rotary("longrope", partial_rotary_factor=0.75, **LONG)
+        | {"hidden_size": 96, "head_dim": None, "sliding_window": None, "tie_word_embeddings": True},
+        {"partial_rotary_factor": 0.75, "original_max_position_embeddings": LONG["original_max_position_embeddings"]},
+    ),
+    "seed-oss": Family("seed_oss", 20, 2, {"attention_bias": True, "attention_out_bias": False}),  # SGLang serves transformers' model
+}  # fmt: skip
 
 
 def test_the_architectures_that_are_called_tested_are_these():
-    kinds = {kind for kind, *_ in FAMILIES.values()}
-    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in kinds} == TESTED_ARCHITECTURES
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.kind] for family in FAMILIES.values()} == TESTED_ARCHITECTURES
 
 
-def make_model(family: str, path) -> None:
-    kind, query_heads, kv_heads, more = FAMILIES[family]
-    heads = {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": 16}
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+def make_model(family: Family, path: Path) -> None:
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "head_dim": 16}
+    heads = {"num_attention_heads": family.query_heads, "num_key_value_heads": family.kv_heads}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # by default beyond the vocabulary
+    fields = shape | heads | tokens | {"max_position_embeddings": 4096, "tie_word_embeddings": False} | family.more
+    if fields["head_dim"] is None:
+        del fields["head_dim"]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **heads, **shape, max_position_embeddings=4096, tie_word_embeddings=False, **more)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # biases and norms start as constants, and small weights make every token alike
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.kind, **fields), dtype=torch.float32)
+    with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.3))
+            parameter.add_(torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.3))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | family.published))
 
 
-@pytest.mark.parametrize("families", [list(FAMILIES)[:3], list(FAMILIES)[3:]], ids="+".join)
-def test_same_tokens_as_the_oracle(serve, tmp_path, families):
-    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau)
-    flags |= {"--skip-tokenizer-init": True, "--max-total-tokens": 8192}
-    for family in families:
-        make_model(family, tmp_path / family)
-    with serve(*(flags | {"--model-path": tmp_path / family} for family in families)) as servers:
-        for family, server in zip(families, servers):
-            draw = random.Random(family)
-            prompts = [draw.choices(range(VOCABULARY), k=length) for length in (16, 77, 200, 230, 500, 901)]
-            answers = server.generate_all(prompts, NEW_TOKENS)
-            oracle = Oracle(tmp_path / family)
-            expected = [oracle.generate(prompt, NEW_TOKENS, SETTINGS).tokens for prompt in prompts]
-            assert [answer["output_ids"] for answer in answers] == expected, family
-            recalled = [answer["meta_info"]["freekv"]["recalled_units"] for answer in answers]
-            assert not any(recalled[:4]) and all(recalled[4:]), family
+def prompts_of(name: str) -> list[list[int]]:
+    draw = random.Random(name)
+    return [draw.choices(range(VOCABULARY), k=length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("families")
+    for name, family in FAMILIES.items():
+        make_model(family, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def answers(models) -> dict[str, list[dict]]:
+    """``stock-NAME`` and ``ours-NAME`` -> the answers to all prompts."""
+    jobs = {}
+    for name in FAMILIES:
+        job = {"prompts": prompts_of(name), "new_tokens": NEW_TOKENS}
+        for whose, settings in (("stock", STOCK), ("ours", OURS)):
+            jobs[f"{whose}-{name}"] = job | {"engine": ENGINE | settings | {"model_path": str(models / name)}}
+    wait_for_room(1)
+    return engines.run_all(jobs, models)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_tokens_as_stock_and_as_the_oracle(models, answers, name):
+    oracle, prompts = Oracle(models / name), prompts_of(name)
+    dense, retrieved = ([oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts] for settings in (None, SETTINGS))
+    stock, ours = ([answer["output_ids"] for answer in answers[f"{whose}-{name}"]] for whose in ("stock", "ours"))
+    assert stock == [result.tokens for result in dense]
+    assert ours == [result.tokens for result in retrieved]
+    assert ours[:WITHIN] == stock[:WITHIN]
+    assert ours[WITHIN:] != stock[WITHIN:]  # else selecting other pages would pass, too
+    counts = [answer["meta_info"]["freekv"] for answer in answers[f"ours-{name}"]]
+    corrected = [sum(flag for step in result.corrected for layer in step for flag in layer) for result in retrieved]
+    assert [each["corrections"] for each in counts] == corrected
+    recalled = [each["recalled_units"] for each in counts]
+    assert not any(recalled[:WITHIN]) and all(recalled[WITHIN:])

@@ -1,0 +1,82 @@
+"""SGLang engines, one after the other, each a fork of a process that has imported SGLang: ``python engines.py JOBS``.
+
+An engine takes seconds so, where a server takes half a minute of a core to import SGLang three times.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_freekv.scheduler_patch.cpu import cpu_environment
+
+
+def run_all(jobs: dict[str, dict[str, Any]], directory: Path) -> dict[str, list[dict]]:
+    """Serve all jobs, and return the answers of each, in the order of its prompts.
+
+    Args:
+        jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``.
+        directory: for the log and the answers of each job.
+
+    Raises:
+        RuntimeError: an engine failed; with the end of its log.
+    """
+    file = directory / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    subprocess.run([sys.executable, "-P", __file__, str(file)], env=os.environ | cpu_environment(), check=True, timeout=1800)
+    for name in jobs:
+        if not (directory / f"{name}.json").exists():
+            raise RuntimeError(f"{name}: the engine failed\n" + (directory / f"{name}.log").read_text(errors="replace")[-4000:])
+    return {name: json.loads((directory / f"{name}.json").read_text()) for name in jobs}
+
+
+def serve(job: dict[str, Any], answers: Path) -> None:
+    """In a fork: run one engine on the prompts of ``job``, and write what it answers."""
+    import sglang
+
+    engine = sglang.Engine(**job["engine"])
+    sampling = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
+    answers.write_text(json.dumps(engine.generate(input_ids=job["prompts"], sampling_params=sampling)))
+    engine.shutdown()
+
+
+def sums_of_squares(*parts: torch.Tensor) -> torch.Tensor:
+    """``[len(parts) * B]`` float32 of parts ``[B, D]``: MiniMax-M2's Triton kernel, which no CPU runs."""
+    return torch.cat([part.float().square().sum(1) for part in parts])
+
+
+def apply_norms(first, second, first_weight, second_weight, sums: torch.Tensor, ranks: int, eps: float) -> list[torch.Tensor]:
+    """Both parts ``[B, D]``, each over its root mean square and times its weight ``[D]``."""
+    norms = zip((first, second), (first_weight, second_weight), sums.chunk(2))
+    return [part * torch.rsqrt(each / part.shape[1] / ranks + eps)[:, None] * weight for part, weight, each in norms]
+
+
+def main(file: Path) -> None:
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.scheduler  # noqa: F401, so that every fork has it
+    from sglang.srt.models import minimax_m2
+    from sglang.srt.models.registry import ModelRegistry  # noqa: F401, with all models
+
+    minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = sums_of_squares, apply_norms
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang would spawn its processes, which import everything anew
+    for name, job in json.loads(file.read_text()).items():
+        if (child := os.fork()) == 0:
+            with (file.parent / f"{name}.log").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            os.setsid()
+            serve(job, file.parent / f"{name}.json")
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
