@@ -453,6 +453,30 @@ SCHEDULER_ON_CPU = (
         "SGLang lets ranks talk by NCCL where its library is installed, GPU or not",
         due=START,
     ),
+    Patch(
+        "torch.get_device_module", "device", AROUND, "linear_attention:device_module",
+        "a PyTorch that was built for CUDA names CUDA's current device, on which models put the norm behind linear attention",
+    ),
+    Patch(
+        "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
+        "self x g residual prenorm residual_in_fp32", REPLACE, "linear_attention:gated_norm",
+        "it is a Triton kernel, unless the CPU has AMX",
+    ),
+    Patch(
+        "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", "self x z", REPLACE, "linear_attention:gated_norm",
+        "the same, in other models",
+    ),
+    Patch(
+        "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        "hidden_states gate_weight shared_output final_hidden_states", REPLACE, "linear_attention:gated_expert",
+        "experts that all tokens share are added by a Triton kernel",
+    ),
+    Patch(
+        "sglang.kernels.ops.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers",
+        "conv_states_pool ssm_states_pool cache_indices mamba_track_mask mamba_track_indices batch_size check_freed_slots",
+        REPLACE, "linear_attention:track_states",
+        "a Triton kernel copies the states that a decode step leaves to the prefix cache",
+    ),
 )
 # fmt: on
 

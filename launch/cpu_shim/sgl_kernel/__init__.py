@@ -4,7 +4,10 @@
 SGLang imports functions named `*_cpu` from it when it loads on a CPU, and calls them only for speculative
 decoding and MLA. The CUDA build of `sgl_kernel` has none of them and does not load without libcuda.so.1.
 The stand-in has those names, and no other, so that every other optional import fails as it does without it.
+What models with linear attention call is there, as references: `mamba.py` and `operations.py`.
 """
+
+from sgl_kernel import operations  # noqa: F401, it defines operations of torch
 
 
 def __getattr__(name):
