@@ -41,6 +41,7 @@ for case in sys.argv[1:]:
 CASES = [
     f"{dtype}-{shape}" for dtype in ("bf16", "fp16", "fp32") for shape in ("128-4-8", "90-7-24", "128-2-16", "128-1-32", "256-8-64")
 ]  # D, G, S
+CASES.append("bf16-256-16-8")  # as of models with linear attention
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -65,6 +66,48 @@ def test_two_bit_kernels_compile_and_fit_a_small_gpu(shared, case):
 def test_two_dimensions_of_a_key_are_made_by_one_instruction_that_rounds_once(shared, case):
     """Of 16 pages of 8 or 16 tokens, by 32 threads. Without it a score takes half as long again, and codes in bfloat16 are lost."""
     assert int(shared[case][1]) == 16 * (16 if case.endswith("-16") else 8) * 64 // 32, shared["error"]
+
+
+WIDE = """
+import sys
+from unittest import mock
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from sglang_freekv.config import PageBudget
+from sglang_freekv.kernels import attend, score
+from sglang_freekv.kernels.reads import Reads
+
+driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
+run, shared = JITFunction.run, []
+
+def compiled(kernel, *args, grid, warmup, **options):
+    shared.append(run(kernel, *args, grid=grid, warmup=True, **options).metadata.shared)
+
+JITFunction.run = compiled
+for case in sys.argv[1:]:
+    dtype, D, G = case.split("-")
+    H, D, G, S, A, dtype = 2, int(D), int(G), 8, 64, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    queries, keys, digests = torch.zeros(1, H * G, D, dtype=dtype), torch.zeros(A, S, H, D, dtype=dtype), torch.zeros(A, H, 2, D, dtype=dtype)
+    one, table = torch.ones(1, dtype=torch.int64), torch.zeros(1, A, dtype=torch.int32)
+    reads = Reads.allocate(1, H, A, "cpu")
+    shares = attend.allocate_shares(queries, keys, reads)
+    attend.attend_present(queries, keys, keys, one, reads, 1.0, shares)
+    attend.attend_rest(queries, keys, keys, one, reads, 1.0, shares)
+    score.score_pages(queries, digests, one, one, table, PageBudget(1, 4, 2), S, scale=1.0)
+    print(case, *shared, flush=True)
+    shared.clear()
+"""
+WIDE_CASES = ["bf16-256-6", "bf16-256-16", "fp32-256-8"]  # D and G of models with linear attention, whose kv heads are wide
+
+
+def test_attention_and_scores_of_wide_kv_heads_compile_and_fit_a_small_gpu():
+    done = run(WIDE, *WIDE_CASES)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared = {case: list(map(int, numbers)) for case, *numbers in map(str.split, done.stdout.splitlines())}
+    assert list(shared) == WIDE_CASES and all(len(numbers) == 3 for numbers in shared.values())
+    assert all(0 < number <= 99 * 1024 for numbers in shared.values() for number in numbers), shared
 
 
 FOLLOW = """
