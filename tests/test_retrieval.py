@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from covering import covering
 from edges import without_waiting_for_the_last_step
 from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
 from sglang_freekv import kernels
@@ -56,12 +57,18 @@ def late_appends():
     return next(_KINDS)()
 
 
-@pytest.mark.parametrize("stream", [InlineStream, DeferredStream, late_appends], ids=["at once", "late", "appends late"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("prompts, resident", [([5, 64, 99], 0), ([64, 99], 0), ([5, 64, 99], 20), ([64, 99], 400)], ids=[
-    "ahead before attention", "ahead behind attention", "some resident, ahead before attention", "all resident, ahead behind attention",
-])  # fmt: skip
-def test_decode_follows_the_paper(prompts, resident, config, stream):
+STREAMS = {"at once": InlineStream, "late": DeferredStream, "appends late": late_appends}
+MEMORY = {  # prompts, and frames beyond the slots
+    "ahead before attention": ([5, 64, 99], 0),
+    "ahead behind attention": ([64, 99], 0),
+    "some resident, ahead before attention": ([5, 64, 99], 20),
+    "all resident, ahead behind attention": ([64, 99], 400),
+}
+
+
+@pytest.mark.parametrize("config, memory, stream", covering(CONFIGS, MEMORY, STREAMS))
+def test_decode_follows_the_paper(config, memory, stream):
+    prompts, resident = memory
     assert plans_ahead_first(len(prompts)) == (len(prompts) == 3)
     engine = Engine(config, prompts=prompts, steps=17, stream=stream, resident=resident)
     engine.extend(engine.requests, [request.prompt for request in engine.requests])

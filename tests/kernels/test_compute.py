@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from covering import covering
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import attend, correction, learned_sinks, merge, reference, score, two_bit_score
 from sglang_freekv.kernels.candidates import Tables, Turn
@@ -24,8 +25,12 @@ LOW = [(torch.float16, torch.int32), pytest.param(torch.bfloat16, torch.int32, m
 KINDS = [(torch.float32, torch.int64), *LOW]
 SHAPES = pytest.mark.parametrize("H, G, D", [(2, 1, 16), (2, 3, 24), (1, 4, 16), (2, 7, 16), (1, 17, 24)])
 TWO_BIT_SHAPES = [(2, 1, 16), (2, 3, 24), (1, 4, 16), (2, 7, 16), (1, 17, 24), (1, 2, 90)]
-if DEVICE == "cuda":  # too much for the interpreter
+TWO_BIT_PAGES = {"8": (8, None), "16": (16, 60), "24": (24, 1), "32": (32, 10)}  # tokens of a page, and programs
+NUMBERS = {"float32": (torch.float32, torch.int64), "float16": (torch.float16, torch.int32)}
+if DEVICE == "cuda":  # too much for the interpreter, or what it computes wrongly
     TWO_BIT_SHAPES += [(2, 4, 128), (1, 8, 256), (2, 3, 64)]
+    NUMBERS["bfloat16"] = (torch.bfloat16, torch.int32)
+TWO_BIT_SHAPES = {"{}x{}x{}".format(*shape): shape for shape in TWO_BIT_SHAPES}
 SHARPER = 1.3  # than at 1 over the root of D are the scores, as some models have it
 SPLITS = pytest.mark.parametrize("programs", [1, 264], ids=["one split", "most splits"])
 
@@ -199,13 +204,12 @@ def check_scores(H, G, D, dtype, index, budget, selects=None):
     assert logits[~written].isnan().all()
 
 
-@pytest.mark.parametrize("H, G, D", TWO_BIT_SHAPES)
-@pytest.mark.parametrize("dtype, index", KINDS)
-@pytest.mark.parametrize("S, programs", [(8, None), (16, 60), (24, 1), (32, 10)])
-def test_scores_by_two_bits_are_of_candidates_and_touch_no_other(H, G, D, S, dtype, index, programs, monkeypatch):
+@pytest.mark.parametrize("shape, numbers, pages", covering(TWO_BIT_SHAPES, NUMBERS, TWO_BIT_PAGES))
+def test_scores_by_two_bits_are_of_candidates_and_touch_no_other(shape, numbers, pages, monkeypatch):
+    S, programs = pages
     if programs is not None:
         monkeypatch.setattr(two_bit_score, "PROGRAMS", dict.fromkeys(two_bit_score.PROGRAMS, programs))
-    check_two_bit_scores(H, G, D, S, dtype, index)
+    check_two_bit_scores(*shape, S, *numbers)
 
 
 with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
+from covering import covering
 from sglang_freekv.config import PageBudget
 from sglang_freekv.kernels import plan, reference, select
 from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
@@ -296,10 +297,13 @@ ON_TURN = ("no-slack", "slack", "from-one-token", "one-token-pages", "in-full-if
 CASES |= {f"{name}-on-turn": SimpleNamespace(**vars(CASES[name]), on_turn=True) for name in ON_TURN}
 
 
-@pytest.mark.parametrize("kind, residency", [("ties", 0.0), ("ties", 0.6), ("distinct", 0.3)])
-@pytest.mark.parametrize("ahead_first", [True, False])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_sequences_go_as_with_the_reference(case, kind, residency, ahead_first):
+LOGITS = {"ties, nothing resident": ("ties", 0.0), "ties": ("ties", 0.6), "distinct": ("distinct", 0.3)}
+ORDER = {"ahead first": True, "ahead last": False}
+
+
+@pytest.mark.parametrize("case, logits, ahead_first", covering(CASES, LOGITS, ORDER))
+def test_sequences_go_as_with_the_reference(case, logits, ahead_first):
+    kind, residency = logits
     ids = torch.int32 if kind == "ties" else torch.int64
     run = Sequences(**vars(case), kind=kind, ids=ids, ahead_first=ahead_first, residency=residency)
     run.seed(run.logits())
@@ -331,8 +335,8 @@ def test_sequences_go_as_with_the_reference(case, kind, residency, ahead_first):
 @pytest.mark.parametrize("name", ["slack", "mean", "slack-hysteresis", "in-full-if-it-fits-on-turn"])
 def test_contexts_of_more_pages_than_a_program_holds_go_as_with_the_reference(name, monkeypatch):
     monkeypatch.setattr(select, "BLOCKS", (4, 8))
-    test_sequences_go_as_with_the_reference(CASES[name], "distinct", 0.3, True)
-    test_sequences_go_as_with_the_reference(CASES[name], "ties", 0.6, False)
+    test_sequences_go_as_with_the_reference(CASES[name], ("distinct", 0.3), True)
+    test_sequences_go_as_with_the_reference(CASES[name], ("ties", 0.6), False)
 
 
 def test_hits_and_what_is_recalled_are_all_that_the_first_selections_choose():
