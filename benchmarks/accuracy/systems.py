@@ -32,6 +32,18 @@ NARROW, OWN = ("512", "16, 32", "8"), ("512", "128, 128", "32")
 STOCK = System("stock SGLang", NONE, DENSE, None)
 TWO_BIT, FAST, ACCURATE = "FreeKV, two-bit digests", "FreeKV, preset fast", "**FreeKV, preset accurate**"
 RECIPE = ("2,048", "16, 32", "8")
+LOUIS = System("LouisKV", ("512", "128, 128", "clusters"), "louiskv", 512)
+CLUSTER = System("ClusterKV", ("512", "16, -", "clusters"), "clusterkv", 512)
+SHADOW = System("ShadowKV", ("512", "-", "8"), "shadowkv", 512)
+SNAP = System("SnapKV", ("512", "-", "-"), "snapkv", 512)
+H2O = System("H2O", ("512", "-", "-"), "h2o", 512)
+STREAMING = System("StreamingLLM", ("512", "128, 384", "-"), "streaming_llm", 512)
+INFINIGEN = System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512)
+RAAS = System("RaaS, within the budget", OWN, "raas-at-budget", 512)
+QUEST = System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512)
+QUEST_NARROW = System("Quest", ("512", "0, 8", "8"), "quest-page-8", 512)
+ARKVALE = System("ArkVale", OWN, "arkvale", 512)
+ARKVALE_NARROW = System("ArkVale", NARROW, "arkvale-narrow-page-8", 512)
 DEFAULTS = (
     STOCK,
     System(FAST, WIDE, "freekv", 2048),
@@ -48,33 +60,33 @@ SMALL = (
     System(TWO_BIT, NARROW, "freekv-two-bit-narrow-page-8", 512),
     System("FreeKV, max pooling", NARROW, "freekv-max-narrow-page-8", 512),
     System("Quest", OWN, "quest", 512),
-    System("ArkVale", OWN, "arkvale", 512),
+    ARKVALE,
 )
 OFFLINE = (
     System("full attention", NONE, DENSE, None),
     System("FreeKV, two-bit digests", NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("LouisKV", ("512", "128, 128", "clusters"), "louiskv", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
-    System("ClusterKV", ("512", "16, -", "clusters"), "clusterkv", 512),
-    System("ArkVale", OWN, "arkvale", 512),
+    LOUIS,
+    QUEST,
+    CLUSTER,
+    ARKVALE,
     System("RazorAttention, one of 14 kv heads", ("512", "128, 128", "-"), "razor", 512),
-    System("ShadowKV", ("512", "-", "8"), "shadowkv", 512),
-    System("SnapKV", ("512", "-", "-"), "snapkv", 512),
-    System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512),
-    System("StreamingLLM", ("512", "128, 384", "-"), "streaming_llm", 512),
-    System("H2O", ("512", "-", "-"), "h2o", 512),
+    SHADOW,
+    SNAP,
+    INFINIGEN,
+    STREAMING,
+    H2O,
     System("RaaS, every prompt kept", ("all", "-", "32"), "raas", 512),
 )
 FAIR = (
     System("full attention", NONE, DENSE, None),
     System("FreeKV, two-bit digests", NARROW, "freekv-two-bit-narrow-page-8", 512),
     System("FreeKV", NARROW, "freekv-narrow-page-8", 512),
-    System("ArkVale", NARROW, "arkvale-narrow-page-8", 512),
-    System("Quest", ("512", "0, 8", "8"), "quest-page-8", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
+    ARKVALE_NARROW,
+    QUEST_NARROW,
+    QUEST,
     System("InfiniGen, 30% of the dimensions", ("512", "-", "1"), "infinigen-0.30", 512),
-    System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512),
-    System("RaaS, within the budget", OWN, "raas-at-budget", 512),
+    INFINIGEN,
+    RAAS,
     System("RaaS, every prompt kept", ("all", "-", "32"), "raas", 512),
 )
 CHOICES = (
@@ -87,29 +99,29 @@ CHOICES = (
     System(TWO_BIT, OWN, "freekv-two-bit", 512),
     System(TWO_BIT, ("512", "128, 128", "8"), "freekv-two-bit-page-8", 512),
     System(TWO_BIT, NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
-    System("ArkVale", OWN, "arkvale", 512),
-    System("ClusterKV", ("512", "16, -", "clusters"), "clusterkv", 512),
-    System("LouisKV", ("512", "128, 128", "clusters"), "louiskv", 512),
+    QUEST,
+    ARKVALE,
+    CLUSTER,
+    LOUIS,
 )
 REAL = (
     System(FAST, OWN, "freekv", 512),
     System("FreeKV, preset paper", OWN, "freekv-min-max", 512),
     System(ACCURATE, NARROW, "freekv-accurate", 512),
     System("FreeKV, two-bit digests, tau 0.9", NARROW, "freekv-two-bit-narrow-page-8", 512),
-    System("ArkVale", OWN, "arkvale", 512),
-    System("ArkVale", NARROW, "arkvale-narrow-page-8", 512),
-    System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512),
-    System("Quest", ("512", "0, 8", "8"), "quest-page-8", 512),
-    System("LouisKV", ("512", "128, 128", "clusters"), "louiskv", 512),
-    System("ClusterKV", ("512", "16, -", "clusters"), "clusterkv", 512),
-    System("ShadowKV", ("512", "-", "8"), "shadowkv", 512),
-    System("SnapKV", ("512", "-", "-"), "snapkv", 512),
-    System("H2O", ("512", "-", "-"), "h2o", 512),
+    ARKVALE,
+    ARKVALE_NARROW,
+    QUEST,
+    QUEST_NARROW,
+    LOUIS,
+    CLUSTER,
+    SHADOW,
+    SNAP,
+    H2O,
     System("RazorAttention, 15% of the kv heads", ("512", "128, 128", "-"), "razor", 512),
-    System("StreamingLLM", ("512", "128, 384", "-"), "streaming_llm", 512),
-    System("RaaS, within the budget", OWN, "raas-at-budget", 512),
-    System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512),
+    STREAMING,
+    RAAS,
+    INFINIGEN,
     System(FAST, WIDE, "freekv", 2048),
     System(ACCURATE, RECIPE, "freekv-accurate", 2048),
 )

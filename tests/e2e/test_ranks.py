@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +27,8 @@ FLAGS = freekv(256, canary="full", tau=2, resident_memory=0.01) | {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with room_for(RANKS), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" for _ in range(RANKS)))
+        cores = sorted(os.sched_getaffinity(0))
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[rank % len(cores)]) for rank in range(RANKS)))
         (server,) = start_all([FaultyServer(FLAGS, tmp_path_factory.mktemp("server") / "log.txt")])
     yield server
     stop_all([server])
