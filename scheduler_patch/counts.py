@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.utils import _async_d2h
 
 from sglang_freekv.counts import RequestCounts
+from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.scheduler_patch import registry
 
@@ -61,7 +62,7 @@ def collect(_, processor, i: int, req, logits_output) -> None:
     if (step := getattr(logits_output, KEY, None)) is None:
         return
     registry.prove(registry.STEP)
-    pool = processor.token_to_kv_pool_allocator.get_kvcache()
+    pool = pool_of(processor.token_to_kv_pool_allocator.get_kvcache())
     if req.customized_info is None:
         req.customized_info = {}
     counts = req.customized_info.setdefault(KEY, RequestCounts(pool.config, pool.heads))

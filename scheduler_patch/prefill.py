@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_freekv import releases
+from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.residency import NOBODY
 
 FIRST_TO_GIVE_WAY = 1 << 30  # numbers of requests without a row, above all rows: of two rows with equally many pages, the higher gives way
@@ -21,7 +22,7 @@ def mark_tables(scheduler, batch, *args, **kwargs) -> None:
     may evict have none either.
     """
     allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-    pool, extends = allocator.get_kvcache(), batch.forward_mode.is_extend()
+    pool, extends = pool_of(allocator.get_kvcache()), batch.forward_mode.is_extend()
     numbers, new, used = batch.req_pool_indices_cpu.tolist(), NOBODY, pool.residency.lending.promised.keys()
     if extends:
         new = _new_requests(pool, rows, batch.reqs, numbers)
@@ -55,7 +56,7 @@ def bounded_contexts(original, adder, req, *args, **kwargs):
 
     They must be in frames, or fit one staging buffer together, prefix hits included. Whoever would be alone is let in.
     """
-    pool = adder.token_to_kv_pool_allocator.get_kvcache()
+    pool = pool_of(adder.token_to_kv_pool_allocator.get_kvcache())
     free = set(adder.tree_cache.req_to_token_pool.free_slots)
     rows = {id(request): row for row, (request, _) in pool.owners.items() if row not in free}
     if not _is_promised(adder, req, pool, rows):

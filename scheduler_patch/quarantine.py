@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_freekv import releases
 from sglang_freekv.config import Refusal
-from sglang_freekv.kv_pool import FreeKVPool
+from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.memory_pool.canary import Fault, FaultReader
 from sglang_freekv.scheduler_patch import trees
 
@@ -32,7 +32,7 @@ class Quarantine:
 
     def __init__(self, scheduler) -> None:
         self.scheduler = scheduler
-        self.pool: FreeKVPool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self.pool = pool_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.reader = FaultReader()
         self.pending: dict[tuple[int, int, int], Fault] = {}  # found by this rank while no request ran; all ranks act in the next step
         self.last_found: list[Fault] = []

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context
 
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
-from sglang_freekv.kv_pool import FreeKVPool
+from sglang_freekv.kv_pool import FreeKVPool, pool_of
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.rehearsal import compile_all
 from sglang_freekv.residency import Residency
@@ -34,19 +34,18 @@ class FreeKVAttnBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
-        if not isinstance(model_runner.token_to_kv_pool, FreeKVPool):
+        pool = self.token_to_kv_pool = pool_of(model_runner.token_to_kv_pool)
+        if not isinstance(pool, FreeKVPool):
             raise RuntimeError(
-                f"the KV pool is {type(model_runner.token_to_kv_pool).__name__}, expected FreeKVPool; another plugin replaced it: remove "
-                "that plugin, or use --kv-retrieval none"
+                f"the KV pool is {type(pool).__name__}, expected FreeKVPool; another plugin replaced it: remove that plugin, or use "
+                "--kv-retrieval none"
             )
-        self.token_to_kv_pool: FreeKVPool = model_runner.token_to_kv_pool
         self.req_to_token_pool, self.context_len = model_runner.req_to_token_pool, model_runner.model_config.context_len
-        self.retrieval, self.planner = self.token_to_kv_pool.retrieval, self.token_to_kv_pool.planner
-        pool = self.token_to_kv_pool
+        self.retrieval, self.planner = pool.retrieval, pool.planner
         self.residency = Residency(pool.store.frames, self.req_to_token_pool.req_to_token, pool.config.whole_pages)
-        self.token_to_kv_pool.residency = self.residency
+        pool.residency = self.residency
         layers = sorted(_attention_layers(model_runner.model), key=lambda layer: layer.layer_id)
-        _check_layers(layers, self.token_to_kv_pool)
+        _check_layers(layers, pool)
         self.scales = [layer.scaling for layer in layers if layer.layer_id in pool.retrieval_index]
         stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
         self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)

@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 EXTEND_WORKSPACE_BYTES = 512 << 20  # SGLang's own size for models with few kv heads
 
 
+def pool_of(kv_cache) -> FreeKVPool:
+    """The FreeKVPool of what SGLang calls its KV cache: that itself, or what a pool of several kinds of layers has for its full ones."""
+    return getattr(kv_cache, "full_kv_pool", kv_cache)
+
+
 class FreeKVPool(MHATokenToKVPool):
     """Stock buffers on the device for dense layers, and a ``Retrieval`` engine for retrieval layers.
 

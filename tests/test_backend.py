@@ -84,13 +84,14 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
 @pytest.mark.parametrize("device, compiled, sinks", [
     ("cuda", [("engine", "table", 5, 16, None)], False), ("cuda", [("engine", "table", 5, 16, (6,))], True), ("cpu", [], False),
 ])  # fmt: skip
-def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks):
+@pytest.mark.parametrize("wrap", [lambda pool: pool, lambda pool: SimpleNamespace(full_kv_pool=pool)], ids=["alone", "wrapped"])
+def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks, wrap):
     pool = object.__new__(FreeKVPool)
     pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None, "retrieval_index": {1: 0}}
     pool.config = FreeKVConfig()
     pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32, num_frames=200, num_slots=64, is_resident=True))
     runner = SimpleNamespace(
-        device=device, token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
+        device=device, token_to_kv_pool=wrap(pool), req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
         model_config=SimpleNamespace(context_len=320, has_attention_sinks=sinks), model=model_of(*map(attention, range(4))),
     )  # fmt: skip
     asked: list[tuple] = []

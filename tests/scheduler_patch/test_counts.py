@@ -22,7 +22,7 @@ def test_counts_are_fetched_once_for_all_requests_of_a_step():
     output = SimpleNamespace(freekv=counts.StepCounts(rows, True, None))
     config = SimpleNamespace(page_size=8, pages=SimpleNamespace(total=4), attended_pages=4)
     pool = SimpleNamespace(config=config, heads=6, totals=RetrievalCounts())
-    processor = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
+    processor = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: SimpleNamespace(full_kv_pool=pool)))
     requests = [SimpleNamespace(customized_info=None, seqlen=100 + i) for i in range(3)]
     for i, request in enumerate(requests):
         counts.collect(None, processor, i, request, output)

@@ -18,7 +18,7 @@ def test_a_check_draws_pages_and_leaves_the_random_numbers_of_sampling_alone():
         retrieval=SimpleNamespace(complete_all_transfers=lambda: None, policy=None),
         held_pages=lambda allocator: torch.arange(1000, 2000),
     )
-    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(full_kv_pool=pool))
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=allocator, req_to_token_pool=None, metrics_reporter=SimpleNamespace(enable_metrics=False)
     )

@@ -14,6 +14,7 @@ from frame_traffic import make
 from sglang_freekv import releases
 from sglang_freekv.backend import FreeKVAttnBackend
 from sglang_freekv.extend_plan import ExtendPlanner
+from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.lending import Lending
 from sglang_freekv.memory_pool.transfer import InlineStream
 from sglang_freekv.residency import Residency
@@ -29,7 +30,9 @@ def adder():
     adder = object.__new__(PrefillAdder)
     lending = Lending(1000, 1, 1, resident=False)
     pool = SimpleNamespace(staging_tokens=1000, residency=SimpleNamespace(lending=lending), owners={})
-    allocator = SimpleNamespace(size=1024, available_size=lambda: 1024, get_kvcache=lambda: pool, page_size=PAGE)
+    allocator = SimpleNamespace(
+        size=1024, available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(full_kv_pool=pool), page_size=PAGE
+    )
     rows = SimpleNamespace(free_slots=[2, 3, 4, 5])
     tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False, req_to_token_pool=rows)
     adder.__dict__.update(
@@ -77,7 +80,7 @@ def admit(adder, req):
 
 def run(adder, lending: Lending, row: int, pages: int) -> None:
     """A request of ``pages`` pages decodes in a row."""
-    pool, req = adder.token_to_kv_pool_allocator.get_kvcache(), request(pages * PAGE)
+    pool, req = pool_of(adder.token_to_kv_pool_allocator.get_kvcache()), request(pages * PAGE)
     pool.owners[row], pool.residency.lending = (req, 1), lending
     lending.begin(row, pages)
     lending.grow([(row, pages)], held=pages)
@@ -107,7 +110,7 @@ def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames):
 @pytest.mark.parametrize("running, refusal", [(True, AddReqResult.NO_TOKEN), (False, AddReqResult.OTHER)])
 def test_whoever_cannot_be_promised_frames_waits(adder, running, refusal):
     """A long request is promised 5 frames, which it gets in any case when it would be alone."""
-    pool = adder.token_to_kv_pool_allocator.get_kvcache()
+    pool = pool_of(adder.token_to_kv_pool_allocator.get_kvcache())
     pool.residency.lending = Lending(4, 2, 4)
     if running:
         run(adder, pool.residency.lending, 1, pages=3)
@@ -124,7 +127,7 @@ def test_whoever_cannot_be_promised_frames_waits(adder, running, refusal):
 def test_a_chunked_prompt_is_promised_frames_once(adder):
     """It has a row already when it stands in the batch again."""
     run(adder, Lending(7, 2, 4), 1, pages=6)
-    [(chunked, _)] = adder.token_to_kv_pool_allocator.get_kvcache().owners.values()
+    [(chunked, _)] = pool_of(adder.token_to_kv_pool_allocator.get_kvcache()).owners.values()
     admit(adder, chunked)
     assert prefill.bounded_contexts(admit, adder, request(24)) is AddReqResult.CONTINUE
 
@@ -151,7 +154,7 @@ class Scheduler(SimpleNamespace):
         self.pool = SimpleNamespace(planner=planner or MagicMock(), residency=residency, owners={}, staging_tokens=8 * PAGE)
         sizes = {"size": 9 * PAGE, "page_size": PAGE, "available_size": lambda: 3 * PAGE}
         super().__init__(
-            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool, **sizes),
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: SimpleNamespace(full_kv_pool=self.pool), **sizes),
             req_to_token_pool=SimpleNamespace(size=5, free_slots=[1, 2, 3, 4, 5], req_generation=torch.zeros(6, dtype=torch.int64)),
             tree_cache=SimpleNamespace(evictable_size=lambda: 2 * PAGE),
         )

@@ -79,7 +79,7 @@ class World:
         send = SimpleNamespace(send_output=lambda message, request: self.sent.append(message))
         self.scheduler = SimpleNamespace(
             tree_cache=self.tree,
-            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: SimpleNamespace(full_kv_pool=pool)),
             tp_group=SimpleNamespace(world_size=ranks),
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
             ipc_channels=SimpleNamespace(send_to_tokenizer=send),
