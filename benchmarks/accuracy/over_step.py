@@ -25,10 +25,10 @@ TIMED = {  # what a point is: the method of its accuracy, and of its step in the
     "Quest": ("quest (server)", "quest"),
     "ArkVale": ("arkvale (server)", "arkvale"),
     "LouisKV": ("louiskv", "louiskv"),
+    "RazorAttention": ("razor", "razor"),
     "FreeKV, preset fast": ("freekv (server)", "freekv"),
 }
-
-
+BELOW = ("FreeKV, preset fast",)  # names that have no room above their points
 OURS_ACCURATE, ACCURATE_ROW = "FreeKV, preset accurate", "freekv-accurate (server)"
 
 
@@ -67,7 +67,7 @@ def _accuracy(rows: Rows, label: str) -> Interval:
 
 
 def draw(path: Path) -> None:
-    """Each point with its 95% interval, and its name above."""
+    """Each point with its 95% interval, and its name above or below."""
     with picture(path, "Accuracy over step time, mean of 12 tasks, 95% intervals", (8, 4.6)) as ((panel,),):
         for label, (step, accuracy) in points().items():
             ours = label.startswith("FreeKV")
@@ -76,7 +76,8 @@ def draw(path: Path) -> None:
             panel.plot(step, accuracy.mean, "o", color=colour, markersize=8 if ours else 6)
             style = {"color": OURS, "weight": "bold"} if ours else {"color": INK}
             told = f"{label}\n{step:.2f}, {accuracy.mean:.3f}"
-            panel.annotate(told, (step, accuracy.high), (0, 5), textcoords="offset points", ha="center", fontsize=8, **style)
+            end, offset, side = (accuracy.low, -6, "top") if label in BELOW else (accuracy.high, 5, "bottom")
+            panel.annotate(told, (step, end), (0, offset), textcoords="offset points", ha="center", va=side, fontsize=8, **style)
         panel.set_xlim(0.55, 1.75)
         panel.set_ylim(0, 1.14)
         panel.grid(alpha=0.25)

@@ -25,6 +25,7 @@ from benchmarks.accuracy.systems import (
     FAIR,
     FOUR,
     LENGTH_OF,
+    LENGTHS,
     OFFLINE,
     REAL,
     SMALL,
@@ -96,6 +97,19 @@ def real_weights() -> str:
     return markdown(("system", "budget", "sink, window", "page", *COMPARED), rows)
 
 
+def real_lengths() -> str:
+    """How far each method with a budget of 512 is from dense attention, by the length of the texts; perplexities without their intervals."""
+    rows = []
+    for each in REAL:
+        known = [compared(real(), key)[:2] if (key := f"{length}/512/{each.method}") in real() else ("-", "-") for length in LENGTHS]
+        if each.budget == 512:
+            distances, perplexities = zip(*known)
+            rows.append((each.label, each.sizes[2], *distances, " / ".join(cell.split()[0] for cell in perplexities)))
+    lengths = [f"{length // 1024}K" for length in LENGTHS]
+    header = [f"KL to dense, {length}" for length in lengths] + [f"perplexity over dense, {' / '.join(lengths)}"]
+    return markdown(("system", "page", *header), rows)
+
+
 def tried(name: str) -> str:
     """A table of ``TRIED``, beside the recipe."""
     first, *others = COMPARED
@@ -134,6 +148,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "choices": lambda: systems("selection-offline", CHOICES, [4096], FOUR),
     "tau": thresholds,
     "real": real_weights,
+    "real-lengths": real_lengths,
     "made": made,
 }
 PAGES = {PAGE: TABLES, SELECTION: {name: partial(tried, name) for name in TRIED}}

@@ -38,6 +38,7 @@ SHADOW = System("ShadowKV", ("512", "-", "8"), "shadowkv", 512)
 SNAP = System("SnapKV", ("512", "-", "-"), "snapkv", 512)
 H2O = System("H2O", ("512", "-", "-"), "h2o", 512)
 STREAMING = System("StreamingLLM", ("512", "128, 384", "-"), "streaming_llm", 512)
+RAZOR = System("RazorAttention, 15% of the kv heads", ("512", "128, 128", "-"), "razor", 512)
 INFINIGEN = System("InfiniGen, 20% of the dimensions", ("512", "-", "1"), "infinigen", 512)
 RAAS = System("RaaS, within the budget", OWN, "raas-at-budget", 512)
 QUEST = System("Quest, its own sizes", ("512", "0, 16", "16"), "quest", 512)
@@ -69,7 +70,7 @@ OFFLINE = (
     QUEST,
     CLUSTER,
     ARKVALE,
-    System("RazorAttention, one of 14 kv heads", ("512", "128, 128", "-"), "razor", 512),
+    RAZOR,
     SHADOW,
     SNAP,
     INFINIGEN,
@@ -118,7 +119,7 @@ REAL = (
     SHADOW,
     SNAP,
     H2O,
-    System("RazorAttention, 15% of the kv heads", ("512", "128, 128", "-"), "razor", 512),
+    RAZOR,
     STREAMING,
     RAAS,
     INFINIGEN,
@@ -162,6 +163,7 @@ TRIED = {  # tables of it: what each row is, and the method
     },
 }
 LENGTH_OF = {512: 4096, 2048: 8192}  # of the real texts, by budget
+LENGTHS = (2048, 4096, 8192)  # of the real texts at a budget of 512
 FOUR = {"variable, 3 hops": ("variable-3",), "many keys": ("multi-key",), "most frequent words": (WORDS,), "copying": (COPYING,)}
 TAUS = {"never": "freekv-no-correction", "0.7": "freekv-tau-0.70", "0.8": "freekv-tau-0.80", "0.85": "freekv-tau-0.85", "0.9": "freekv"}
 TAUS |= {"0.95": "freekv-tau-0.95", "1": "freekv-tau-1.00"}

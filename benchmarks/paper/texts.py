@@ -49,7 +49,7 @@ keeps layer 0 dense. Some rows are not as their papers run them:
 | row | what differs |
 |---|---|
 | RaaS | keeps every prompt in the accuracy tables, and reads the budget here; the FreeKV paper compares it at the budget |
-| RazorAttention | 15% of the kv heads read everything here, as in its paper; the row of the accuracy page is of one of 14, 7% |
+| RazorAttention | 15% of the kv heads read everything, as in its paper and on the accuracy page |
 | InfiniGen | selects by 30% of the dimensions here, as in its paper; in the accuracy tables by 20% |
 | Quest, ArkVale | have pages of 32 tokens here, as FreeKV; Quest recalls nothing, because all its KV is on the device |
 | ArkVale, InfiniGen, host copies | recall as their authors' programs do: the host copies and launches, so that the time is not the method's alone |
