@@ -36,7 +36,8 @@ class StepCounts:
 def attach(result, worker, batch, *args, **kwargs) -> None:
     """AFTER the forward pass, on its stream: snapshot the rows' counts, the canary's faults and the time of recall."""
     if result.logits_output is not None:
-        retrieval, rows, decoded = worker.model_runner.attn_backend.retrieval, batch.req_pool_indices, batch.forward_mode.is_decode()
+        retrieval = pool_of(worker.model_runner.token_to_kv_pool).retrieval
+        rows, decoded = batch.req_pool_indices, batch.forward_mode.is_decode()
         if retrieval.clock is not None and decoded and any(retrieval.in_flight):  # a step in a graph has ended already
             retrieval.end_step(rows)
         absent = retrieval.store.frames.tables.row_absent[rows]

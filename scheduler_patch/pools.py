@@ -8,6 +8,7 @@ import zlib
 import torch
 from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_parallel
 
@@ -57,9 +58,12 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     )
 
 
-def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool) -> FreeKVPool:
-    """AROUND the making of the KV pool: make a FreeKVPool, with a row for every request that SGLang may run."""
-    return FreeKVPool(
+def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
+    """AROUND the making of the KV pool: make a FreeKVPool, with a row for every request that SGLang may run.
+
+    If some layers have linear attention, SGLang expects a pool that wraps it, and that knows the states beside the requests' rows.
+    """
+    pool = FreeKVPool(
         config=config_of(configurator.server_args),
         shape=_kv_shape(configurator),
         size=sizes.max_total_num_tokens,
@@ -68,6 +72,19 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
         device=configurator.device,
         num_frames=configurator.model_config.freekv_frames,
     )
+    if configurator.mambaish_config is None:
+        return pool
+    return beside_states(pool, configurator.mambaish_config.full_attention_layer_ids, req_to_token_pool.mamba_pool)
+
+
+def beside_states(pool: FreeKVPool, full_layers: list[int], states) -> HybridLinearKVPool:
+    """SGLang's pool for full and linear layers, with ``pool`` for the full ones, whose layers keep the model's numbers in it."""
+    wrapped = HybridLinearKVPool(
+        size=pool.size, dtype=pool.dtype, page_size=pool.page_size, head_num=pool.head_num, head_dim=pool.head_dim,
+        full_attention_layer_ids=full_layers, device=pool.device, mamba_pool=states, full_kv_pool=pool,
+    )  # fmt: skip
+    wrapped.full_attention_layer_id_mapping = {layer: layer for layer in full_layers}
+    return wrapped
 
 
 def store_kv_apart(forward_batch) -> bool:

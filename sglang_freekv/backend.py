@@ -18,6 +18,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import FreeKVPool, pool_of
+from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.rehearsal import compile_all
 from sglang_freekv.residency import Residency
@@ -204,17 +205,19 @@ def _expect_heeded(layer: RadixAttention, options: Collection[str], heeded: Coll
 
 
 def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:
-    """Refuse a model unless each layer has exactly one attention, of the pool's shape. An extend stages the next layer's prefix in each.
+    """Refuse a model unless each layer that has KV has exactly one attention, of the pool's shape. An extend stages the next one's prefix in
+    each.
 
     Raises:
         Refusal: a layer has no attention or several, or one that ``_check_layer`` refuses.
     """
-    numbers, expected = sorted(layer.layer_id for layer in layers), list(range(pool.layer_num))
+    numbers = sorted(layer.layer_id for layer in layers)
+    expected = sorted(pool.shape.layers.numbers(LayerKind.RETRIEVAL) + pool.shape.layers.numbers(LayerKind.DENSE))
     if numbers != expected:
         wrong = sorted(set(numbers) ^ set(expected)) or sorted({number for number in numbers if numbers.count(number) > 1})
         raise Refusal(
-            f"--kv-retrieval: expected one attention in each of the model's {pool.layer_num} layers, but layer {wrong[0]} has "
-            f"{numbers.count(wrong[0])}; use --kv-retrieval none"
+            f"--kv-retrieval: expected one attention in each of the {len(expected)} layers that attend to the whole context, but layer "
+            f"{wrong[0]} has {numbers.count(wrong[0])}; use --kv-retrieval none"
         )
     for layer in layers:
         _check_layer(layer, pool.shape)

@@ -98,7 +98,7 @@ class OracleResult:
 
     tokens: list[int]
     logits: torch.Tensor  # [len(tokens), vocabulary] fp32
-    steps: list[list[LayerStep]]  # [decode step][layer]
+    steps: list[list[LayerStep]]  # [decode step][layer with attention]
 
     @property
     def margin(self) -> list[float]:
@@ -248,6 +248,7 @@ class Generation:
     """One sequence being generated: what each retrieval layer carries between steps, and the record of this step."""
 
     settings: OracleSettings | None
+    layers: Sequence[int]  # those with attention, in their order
     previous: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [H, G, D] query
     speculative: dict[int, list[Selection]] = field(default_factory=dict)  # layer -> per kv head
     step: list[LayerStep] = field(default_factory=list)
@@ -269,7 +270,8 @@ class Generation:
             )[0]
         if retrieval and prefill:
             self.previous[layer], self.speculative[layer] = last_query, select(last_query, keys, n + 1, settings, scaling)
-        assert layer == len(self.step), f"layer {layer} attended after {len(self.step)} layers: expected model order"
+        expected = self.layers[len(self.step)]
+        assert layer == expected, f"layer {layer} attended after {len(self.step)} layers: expected {expected}, in the model's order"
         self.step.append(step)
         return output
 
@@ -298,6 +300,8 @@ class Oracle:
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         model.set_attn_implementation("freekv_oracle")
         self.model = model.eval()
+        kinds = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
+        self.layers = [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
     @torch.no_grad()
     def generate(
@@ -308,7 +312,7 @@ class Oracle:
         stop_token_ids: Collection[int] = (),
     ) -> OracleResult:
         """Continue ``input_ids`` greedily; settings None is dense. A stop token ends the result and is part of it."""
-        generation, cache = Generation(settings), DynamicCache()
+        generation, cache = Generation(settings, self.layers), DynamicCache(config=self.model.config)
         tokens, logits, steps = [], [], []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_token_ids):
             fed = torch.tensor([tokens[-1:] or list(input_ids)], device=self.model.device)

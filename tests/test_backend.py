@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_freekv import backend
 from sglang_freekv.backend import FreeKVAttnBackend, _attention_layers, _check_layers
 from sglang_freekv.config import FreeKVConfig, Refusal
 from sglang_freekv.kv_pool import FreeKVPool
-from sglang_freekv.layers import LayerTable
+from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 
+RETRIEVAL, DENSE, STATELESS = LayerKind.RETRIEVAL, LayerKind.DENSE, LayerKind.STATELESS
 SHAPE = KVShape(LayerTable.uniform(3, dense=1), 2, 6, 16, (2, 16), KVFormat.plain(torch.float32))
-POOL = SimpleNamespace(layer_num=4, shape=SHAPE)
+POOL = SimpleNamespace(shape=SHAPE)
 
 
 def attention(layer: int, heads: int = 6, kv_heads: int = 2, head_dim: int = 16, **others) -> RadixAttention:
@@ -37,6 +40,18 @@ def test_a_model_with_one_attention_in_each_layer_is_served():
     check(model_of(*(attention(layer) for layer in (2, 0, 3, 1))))
 
 
+HYBRID = SimpleNamespace(shape=replace(SHAPE, layers=LayerTable((STATELESS, RETRIEVAL, STATELESS, DENSE))))
+
+
+def test_layers_without_kv_have_no_attention():
+    _check_layers([attention(3), attention(1)], HYBRID)
+    for layers, wrong in (((1,), "layer 3 has 0"), ((0, 1, 3), "layer 0 has 1")):
+        with pytest.raises(
+            Refusal, match=f"in each of the 2 layers that attend to the whole context, but {wrong}; use --kv-retrieval none"
+        ):
+            _check_layers(list(map(attention, layers)), HYBRID)
+
+
 def test_attention_that_is_kept_beside_the_modules_is_found():
     model = model_of()
     model.attention_instances = {layer: attention(layer) for layer in range(4)}
@@ -49,14 +64,14 @@ def test_attention_that_is_kept_beside_the_modules_is_found():
 @pytest.mark.parametrize(
     "layers, wrong",
     [
-        ((0, 2, 3), "the model's 4 layers, but layer 1 has 0"),
-        ((0, 1, 2, 3, 4), "the model's 4 layers, but layer 4 has 1"),
-        ((0, 1, 1, 2, 3), "the model's 4 layers, but layer 1 has 2"),
-        ((), "the model's 4 layers, but layer 0 has 0"),
+        ((0, 2, 3), "layer 1 has 0"),
+        ((0, 1, 2, 3, 4), "layer 4 has 1"),
+        ((0, 1, 1, 2, 3), "layer 1 has 2"),
+        ((), "layer 0 has 0"),
     ],
 )
 def test_a_layer_without_attention_is_refused_for_its_neighbour_would_get_another_s_prefix(layers, wrong):
-    with pytest.raises(Refusal, match=f"expected one attention in each of {wrong}; use --kv-retrieval none"):
+    with pytest.raises(Refusal, match=f"in each of the 4 layers that attend to the whole context, but {wrong}; use --kv-retrieval none"):
         check(model_of(*map(attention, layers)))
 
 
@@ -163,6 +178,26 @@ def test_sinks_reach_the_engine(forward, sinks):
     made, kv = attending(retrieve, None), torch.rand(5, 32)
     getattr(made, forward)(torch.rand(5, 96), kv, kv, attention(1), None, sinks=sinks)
     assert len(given) == 1 and given[0] is sinks
+
+
+@pytest.mark.parametrize("forward", ["forward_extend", "forward_decode"])
+def test_beside_linear_attention_full_layers_are_ours(forward):
+    """SGLang wraps our backend where some layers have linear attention, and hands it the full ones by the model's numbers."""
+
+    def retrieve(index, queries, keys, values, batch, scale, *, learned_sinks):
+        return queries + index
+
+    def linear(*, layer, mixed_qkv, **others):
+        return mixed_qkv - layer.layer_id
+
+    ours, kv, queries = attending(retrieve, None, 7), torch.rand(5, 32), torch.rand(5, 96)
+    ours.req_to_token_pool = "rows"
+    theirs = SimpleNamespace(
+        forward_extend=linear, forward_decode=linear, needs_cpu_seq_lens=False, supports_prefill_graph_extend=lambda: False
+    )
+    both = HybridLinearAttnBackend(ours, theirs, [1])
+    assert torch.equal(getattr(both, forward)(attention(1), None, True, queries, kv, kv), queries + 7)
+    assert torch.equal(getattr(both, forward)(SimpleNamespace(layer_id=2), None, mixed_qkv=queries), queries - 2)
 
 
 def stock(q, k, v, layer, forward_batch, save_kv_cache=True):

@@ -4,9 +4,38 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kv_pool import FreeKVPool, pool_of
+from sglang_freekv.layers import LayerKind, LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.scheduler_patch.pools import beside_states
+
+S, D, R = LayerKind.STATELESS, LayerKind.DENSE, LayerKind.RETRIEVAL
+
+
+def make_pool(*kinds: LayerKind) -> FreeKVPool:
+    config = FreeKVConfig(budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8)
+    return FreeKVPool(config, KVShape(LayerTable(kinds), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32)), 64, 2, 64, "cpu")
 
 
 def test_a_pool_is_found_within_the_one_that_wraps_it():
     pool = object.__new__(FreeKVPool)
     assert pool_of(pool) is pool and pool_of(SimpleNamespace(full_kv_pool=pool)) is pool
+
+
+def test_layers_keep_their_numbers_beside_linear_ones():
+    pool = make_pool(S, D, S, R)
+    wrapped = beside_states(pool, [1, 3], "states")
+    assert pool_of(wrapped) is pool and wrapped.mamba_pool == "states" and wrapped.get_kv_size_bytes() == pool.get_kv_size_bytes()
+    assert len(pool.store.host.layers) == 1 and pool.retrieval_index == {3: 0}
+    keys, values = torch.rand(2, 3, 2, 16)
+    wrapped.set_kv_buffer(SimpleNamespace(layer_id=1), torch.tensor([8, 9, 10]), keys, values)
+    assert torch.equal(wrapped.get_key_buffer(1)[8:11], keys) and torch.equal(wrapped.get_value_buffer(1)[8:11], values)
+    with pytest.raises(RuntimeError, match=r"layer 3 is a retrieval layer: .* expected one of the dense layers \[1\]"):
+        wrapped.set_kv_buffer(SimpleNamespace(layer_id=3), torch.tensor([8, 9, 10]), keys, values)
+    with pytest.raises(ValueError, match="layer_id=2 not in full attention layers"):
+        wrapped.get_key_buffer(2)

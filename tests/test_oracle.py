@@ -188,7 +188,7 @@ def test_decoding_equals_loops_over_tokens(tau, sink, window, kind):
     queries = torch.randn(heads, group, total, dim)
     for t in range(1, total):  # neighbouring queries resemble each other, more or less
         queries[:, :, t] += queries[:, :, t - 1] * 0.5 * (1 + t % 3)
-    generation, seen = oracle.Generation(settings), set()
+    generation, seen = oracle.Generation(settings, [0]), set()
     prefill = queries[:, :, :prompt].flatten(0, 1), all_keys[:, :prompt], all_values[:, :prompt]
     generation.attend(0, *prefill, scaling=SCALING, prefill=True)
     for n in range(prompt + 1, total + 1):
