@@ -152,6 +152,14 @@ def test_pools_that_are_too_large_are_told():
     capacity.expect_within(capacity.systems_of(LLAMA, LIMIT)[1], 1 << 40)
 
 
+def test_a_step_reads_the_experts_that_tokens_are_routed_to():
+    setup = replace(LLAMA, shape="qwen3-30b-a3b")
+    one, many = (capacity.weight_bytes(setup, batch) for batch in (1, 1000))
+    expert = 3 * 2048 * 768 * 2
+    assert one == pytest.approx(many - 48 * 120 * expert) and many < capacity.model_of(setup).weight_bytes
+    assert one < capacity.weight_bytes(setup, 2) < one + 48 * 8 * expert
+
+
 def test_bytes_of_a_step_by_hand():
     weights = 2 * (8_030_261_248 - 128256 * 4096)  # as published, less the embeddings, of which a step reads a row
     assert capacity.bytes_of(LLAMA, "stock", 32768, 4) == {"hbm_bytes": weights + 4 * 32768 * 32 * LAYER_TOKEN, "link_bytes": 0}

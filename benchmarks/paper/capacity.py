@@ -112,20 +112,37 @@ def bytes_of(setup: Setup, system: str, context: int, batch: int, missed: float 
         context: tokens, as served.
         missed: the share of the selected pages that was recalled, as the server counted.
     """
-    model, sizing = model_of(setup), sizing_of(setup)
-    tied, config = model.text.tie_word_embeddings, model.config
-    looked_up = 0 if tied else config.vocab_size * config.hidden_size * model.dtype.itemsize
-    weights = model.weight_bytes - looked_up
+    moved = kv_bytes(setup, system, context, missed)
+    return {"hbm_bytes": weight_bytes(setup, batch) + batch * moved["hbm_bytes"], "link_bytes": batch * moved["link_bytes"]}
+
+
+def weight_bytes(setup: Setup, batch: int) -> float:
+    """Weights that one decode step reads: all but the table of embeddings, and of experts those that a token in the batch is routed to.
+
+    Every expert is as likely as any other, as random weights make it.
+    """
+    model = model_of(setup)
+    text, size = model.text, model.dtype.itemsize
+    looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size * size
+    experts = getattr(text, "num_experts", 0)
+    if not experts:
+        return model.weight_bytes - looked_up
+    of_experts = text.num_hidden_layers * experts * 3 * text.hidden_size * text.moe_intermediate_size * size
+    return model.weight_bytes - looked_up - of_experts * (1 - text.num_experts_per_tok / experts) ** batch
+
+
+def kv_bytes(setup: Setup, system: str, context: int, missed: float = 0.0) -> dict[str, float]:
+    """What a decode step moves of the KV of one request."""
+    sizing = sizing_of(setup)
     if system.startswith("stock"):
-        return {"hbm_bytes": weights + batch * context * token_bytes(sizing), "link_bytes": 0}
+        return {"hbm_bytes": context * token_bytes(sizing), "link_bytes": 0}
     attended = min(setup.budget, context) * sizing.host_bytes_per_token
     recalled = missed * sizing.config.pages.selected * setup.page_size * sizing.host_bytes_per_token
-    kept = context * sizing.device_bytes_per_token
-    return {"hbm_bytes": weights + batch * (kept + attended + recalled), "link_bytes": batch * recalled}
+    return {"hbm_bytes": context * sizing.device_bytes_per_token + attended + recalled, "link_bytes": recalled}
 
 
 def request_bytes(setup: Setup, system: str, prompt: int, answer: int, missed: float = 0.0) -> dict[str, float]:
     """What a request whose prompt is in the tree moves at least, however many share the weights."""
-    one, none = (bytes_of(setup, system, prompt, batch, missed) for batch in (1, 0))
+    moved = kv_bytes(setup, system, prompt, missed)
     prefix = 0 if system.startswith("stock") else prompt * sizing_of(setup).host_bytes_per_token
-    return {"hbm_bytes": answer * (one["hbm_bytes"] - none["hbm_bytes"]), "link_bytes": answer * one["link_bytes"] + prefix}
+    return {"hbm_bytes": answer * moved["hbm_bytes"], "link_bytes": answer * moved["link_bytes"] + prefix}

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from adapters import make_adapter
 from benchmarks.needle import tasks
+from likeness import alike
 from serving import NEEDLE_MODEL, TestServer, freekv, start_all, stop_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
@@ -19,12 +20,6 @@ NEW_TOKENS = 24
 NAMES = (None, "one", "two")
 ON_GPU = {"--device": "cuda", "--dtype": "bfloat16", "--mem-fraction-static": 0.3, "--sampling-backend": "pytorch"}
 LORA = {"--enable-lora": True, "--max-lora-rank": 8, "--lora-target-modules": "all"}
-
-
-def alike(one: list[list[int]], other: list[list[int]]) -> float:
-    """Share of tokens before the first one that differs, of each pair of answers."""
-    same = [next((at for at, (a, b) in enumerate(zip(*pair)) if a != b), NEW_TOKENS) for pair in zip(one, other)]
-    return sum(same) / (NEW_TOKENS * len(same))
 
 
 def test_adapters_side_by_side_are_those_of_stock_sglang(tmp_path):
