@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 KINDS, NEW_TOKENS, BUDGET = ("fp8", "awq", "gptq"), 24, 512
 ON_GPU = {"--device": "cuda", "--dtype": "bfloat16", "--sampling-backend": "pytorch", "--mem-fraction-static": 0.3}
 SYSTEMS = {"stock": {"--attention-backend": "flashinfer"}, "freekv": freekv(BUDGET, host_memory=4)}
-WITHIN = [tasks.make_document(np.random.default_rng(seed), length).token_ids for seed, length in enumerate((150, 250, 350, 450))]
+WITHIN = [tasks.make_document(np.random.default_rng(seed), length).token_ids for seed, length in enumerate((230, 300, 400, 480))]
 
 
 def tokens(answers: list[dict]) -> list[list[int]]:
