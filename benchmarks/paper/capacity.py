@@ -124,7 +124,7 @@ def weight_bytes(setup: Setup, batch: int) -> float:
     model = model_of(setup)
     text, size = model.text, model.dtype.itemsize
     looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size * size
-    experts = getattr(text, "num_experts", 0)
+    experts = setup.config.get("num_experts", 0)  # some classes have a number for models without experts
     if not experts:
         return model.weight_bytes - looked_up
     of_experts = text.num_hidden_layers * experts * 3 * text.hidden_size * text.moe_intermediate_size * size
