@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 START_DEADLINE_S = 600
 STOP_DEADLINE_S = 30
@@ -89,17 +90,22 @@ class Server:
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self.command = [*self.program, *flags, "--port", str(port)]
         log.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # SGLang sends itself a request at start-up
         with log.open("w") as out:
-            self.process = subprocess.Popen(
-                self.command,
-                cwd=cwd,
-                env=os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},  # SGLang sends itself a request at start-up
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = self._begin(environment, cwd, out)
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def _begin(self, environment: dict[str, str], cwd: Path, out: IO) -> subprocess.Popen:
+        """The process, in a session of its own, with its output in ``out``."""
+        return subprocess.Popen(
+            self.command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def __str__(self) -> str:
         return shlex.join(["python", *self.command[1:]])

@@ -51,15 +51,15 @@ def pytest_collection_modifyitems(items):
 def serve(tmp_path_factory):
     """``with serve(flags, flags, ..., env=...) as servers`` starts servers side by side, and checks their logs in the end.
 
-    ``env`` holds environment variables for all servers, or is a list with a dict for each.
+    ``env`` holds environment variables for all servers, or is a list with a dict for each. ``forked`` is as of ``TestServer``.
     """
 
     @contextmanager
-    def start(*all_flags: dict, env: dict[str, str] | list[dict[str, str]] | None = None):
+    def start(*all_flags: dict, env: dict[str, str] | list[dict[str, str]] | None = None, **forked):
         envs = env if isinstance(env, list) else [env] * len(all_flags)
         logs = [tmp_path_factory.mktemp("server") / "log.txt" for _ in all_flags]
         with room_for(len(logs)):
-            servers = start_all(TestServer(flags, log, own) for flags, log, own in zip(all_flags, logs, envs))
+            servers = start_all(TestServer(flags, log, own, **forked) for flags, log, own in zip(all_flags, logs, envs))
         try:
             yield servers
         except BaseException:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
+import torch
+
 from benchmarks.needle import weights
+from nursery import Forked, Nursery
 from sglang_freekv.launch.server import Server, free_port
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
@@ -39,6 +45,11 @@ def freekv(budget: int, **others) -> dict:
     return {"--kv-retrieval": "freekv", "--freekv-preset": "fast", "--freekv-budget": budget} | flags
 
 
+@functools.cache
+def the_nursery() -> Nursery:
+    return Nursery(os.environ | cpu_environment())
+
+
 class TestServer(Server):
     """A server on a free port.
 
@@ -46,19 +57,25 @@ class TestServer(Server):
         flags: its command line, ``{"--name": value}``; True is a flag without a value, None leaves a default out.
         log: file for its output.
         env: environment variables to set for it.
+        forked: whether its processes are forked off one that has imported torch (``nursery.py``), or start as a user's do.
     """
 
     __test__ = False
 
-    def __init__(self, flags: dict, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, flags: dict, log: Path, env: dict[str, str] | None = None, forked: bool = not torch.cuda.is_available()) -> None:
         if "--kv-retrieval" not in flags:
             env = cpu_environment() | (env or {})
         flags = DEFAULTS | (RECALLING if flags.get("--kv-retrieval", "none") != "none" else {}) | flags
         given = {name: value for name, value in flags.items() if value is not None}
         words = [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
-        self.port = free_port()
+        self.port, self._forked = free_port(), forked
         with mock.patch.dict(os.environ, env or {}):
             super().__init__(words, self.port, log, log.parent)
+
+    def _begin(self, environment: dict[str, str], cwd: Path, out: IO) -> subprocess.Popen | Forked:
+        if self._forked and self.program[0] == sys.executable:
+            return the_nursery().start(self.command[1:], environment, cwd, out.fileno())
+        return super()._begin(environment, cwd, out)
 
     def generate(self, token_ids: Iterable[int], max_new_tokens: int, **sampling) -> dict:
         """Greedy generation from token ids; the answer has ``output_ids`` and ``meta_info``."""

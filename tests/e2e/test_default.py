@@ -21,7 +21,7 @@ SERVED = {"nothing": ({}, ACCURATE), "a page size": ({"--page-size": 32}, LARGER
 @pytest.fixture(scope="module")
 def servers(serve) -> dict[str, TestServer]:
     flags = {"--kv-retrieval": "freekv", "--max-total-tokens": 16384}
-    with serve(*(flags | more for more, _ in SERVED.values())) as started:
+    with serve(*(flags | more for more, _ in SERVED.values()), forked=False) as started:  # as a user starts them
         yield dict(zip(SERVED, started))
 
 

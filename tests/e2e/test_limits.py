@@ -59,7 +59,7 @@ def test_a_second_server_takes_its_share_of_what_the_first_has_left(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     model = {"--model-path": tmp_path, "--load-format": "dummy", "--skip-tokenizer-init": True, "--max-total-tokens": TOKENS}
     wide = model | freekv(128, host_memory=TOKENS * TOKEN_BYTES / GIB, dense_layers="none")
-    servers = [TestServer(wide, tmp_path / "first.log")]
+    servers = [TestServer(wide, tmp_path / "first.log", forked=False)]
     try:
         (first,) = start_all(servers)
         idle = resident_bytes(first)

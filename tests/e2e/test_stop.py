@@ -20,9 +20,10 @@ DEADLINE_S = 60
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """One to be stopped by each test, started side by side."""
+    """One to be stopped by each test, started side by side, and with the processes of a user's."""
     with room_for(2):
-        servers = start_all(TestServer(freekv(512), tmp_path_factory.mktemp("server") / "server.log") for _ in range(2))
+        logs = [tmp_path_factory.mktemp("server") / "server.log" for _ in range(2)]
+        servers = start_all(TestServer(freekv(512), log, forked=False) for log in logs)
     yield iter(servers)
     for server in servers:
         server.stop()
