@@ -22,16 +22,17 @@ if [ $# -gt 0 ]; then
 fi
 
 # Prints a line a part: its name, its release, and arguments for pytest. Fleet and unit go first, because one of them needs no server.
+# The longest of the others follow first, so that both lanes end together.
 parts() {
   local release
   echo "fleet $newest tests/e2e -m fleet"
   echo "unit $newest --ignore=tests/e2e"
-  echo "servers $newest tests/e2e -m 'not fleet and not two_servers'"
   echo "pairs $newest tests/e2e -m two_servers"
+  echo "servers $newest tests/e2e -m 'not fleet and not two_servers'"
   for release in "${older[@]}"; do
+    echo "pairs-$release $release tests/e2e -m 'both_releases and two_servers'"
     echo "fleet-$release $release tests/e2e -m 'both_releases and fleet'"
     echo "servers-$release $release tests/e2e -m 'both_releases and not fleet and not two_servers'"
-    echo "pairs-$release $release tests/e2e -m 'both_releases and two_servers'"
     echo "hooks-$release $release tests/scheduler_patch tests/kernels/test_hazards.py"
   done
 }

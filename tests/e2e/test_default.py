@@ -21,8 +21,9 @@ SERVED = {"nothing": ({}, ACCURATE), "a page size": ({"--page-size": 32}, LARGER
 @pytest.fixture(scope="module")
 def servers(serve) -> dict[str, TestServer]:
     flags = {"--kv-retrieval": "freekv", "--max-total-tokens": 16384}
-    with serve(*(flags | more for more, _ in SERVED.values()), forked=False) as started:  # as a user starts them
-        yield dict(zip(SERVED, started))
+    first, *others = (flags | more for more, _ in SERVED.values())
+    with serve(first, forked=False) as started, serve(*others) as forked:  # the first as a user starts it
+        yield dict(zip(SERVED, started + forked))
 
 
 @pytest.fixture(scope="module")
