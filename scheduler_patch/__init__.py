@@ -71,6 +71,11 @@ FRONT = OPTIONS + (
         BEFORE, "activation:in_scheduler",
         "attaches SCHEDULER before the scheduler is built",
     ),
+    Patch(
+        "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer", "", AROUND, "linear_attention:keeps_states",
+        "SGLang asserts that a CPU keeps no states in the prefix cache, where it has no kernels for it",
+        since="0.5.22",
+    ),
 )
 
 LAUNCHER = (
@@ -476,6 +481,10 @@ SCHEDULER_ON_CPU = (
         "conv_states_pool ssm_states_pool cache_indices mamba_track_mask mamba_track_indices batch_size check_freed_slots",
         REPLACE, "linear_attention:track_states",
         "a Triton kernel copies the states that a decode step leaves to the prefix cache",
+    ),
+    Patch(
+        "torch.Tensor.pin_memory", None, AROUND, "linear_attention:pageable",
+        "a decode step with states pins memory, GPU or not",
     ),
 )
 # fmt: on

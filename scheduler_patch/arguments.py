@@ -25,7 +25,7 @@ from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import BACKEND_NAME, FreeKVConfig, Refusal, typed
 from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options
-from sglang_freekv.scheduler_patch import preparation, refusals, registry
+from sglang_freekv.scheduler_patch import linear_attention, preparation, refusals, registry, states
 
 if APART := releases.has("settings apart"):
     from msgspec import NODEFAULT
@@ -150,7 +150,7 @@ def init(original, self: ServerArgs, *args, **kwargs) -> None:
         original(self, **kwargs)
         return
     config, settings = _prepare(options, kwargs)
-    _resolve(self, config, lambda: original(self, **kwargs | settings))
+    _resolve(self, config, settings["device"], lambda: original(self, **kwargs | settings))
 
 
 def make_for_engine(**kwargs) -> ServerArgs:
@@ -175,7 +175,7 @@ def _make(options: Options, asked: dict[str, Any], make: Callable[[dict[str, Any
         return make({})
     config, settings = _prepare(options, asked)
     server_args = make(settings)
-    _resolve(server_args, config, server_args.resolve_once)
+    _resolve(server_args, config, settings["device"], server_args.resolve_once)
     return server_args
 
 
@@ -210,14 +210,16 @@ def _prepare(options: Options, asked: dict[str, Any]) -> tuple[FreeKVConfig, dic
     return preparation.prepare(options, SimpleNamespace(**names | {name: asked[name] for name in names if name in asked}))
 
 
-def _resolve(server_args: ServerArgs, config: FreeKVConfig, resolve: Callable[[], None]) -> None:
+def _resolve(server_args: ServerArgs, config: FreeKVConfig, device: str, resolve: Callable[[], None]) -> None:
     """Have SGLang resolve its settings, refuse what does not suit the model, and leave the config for the schedulers."""
     try:
-        resolve()
+        with linear_attention.resolving(device):
+            resolve()
     except Exception as error:  # for some models SGLang insists on an attention backend
         model = vars(server_args).get("_model_config" if APART else "model_config")
         if model is not None:
             refusals.refuse_model(model, config.method)
+            states.refuse_states(server_args, model, config)
         if BACKEND_NAME in str(error):  # the error lists the backends that this model needs
             reason = f"SGLang does not serve this model so ({error})"
             raise Refusal(f"--kv-retrieval {config.method}: {reason}; use --kv-retrieval none") from None
@@ -225,6 +227,7 @@ def _resolve(server_args: ServerArgs, config: FreeKVConfig, resolve: Callable[[]
     if server_args.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
         settings, model = resolved(server_args), model_config(server_args)
         refusals.refuse_model(model, config.method)
+        states.refuse_states(settings, model, config)
         refusals.refuse_resolved(settings, model, config)
         refusals.refuse_small_pool(settings, model, config)
         _warn_of_untested(model.hf_config.architectures[0])

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
 from sglang_freekv.layers import LayerKind, LayerTable
 
 NEAR = "sliding", "chunk", "local"  # parts of the names of layer types
+GATED_DELTA_NETS = "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"  # model types whose tests have run servers
 
 
 def layer_table(model, layers: int | None = None) -> LayerTable:
@@ -29,6 +30,12 @@ def layer_table(model, layers: int | None = None) -> LayerTable:
     types = getattr(model.hf_text_config, "layer_types", None) or NEAR[:1] * count
     full = {number for number, kind in enumerate(types) if not any(word in str(kind) for word in NEAR)}
     return _table(count, full, LayerKind.WINDOW)
+
+
+def gated_delta_nets(model):
+    """The config that tells the layers of ``model``, SGLang's ModelConfig, if they are full attention and gated delta nets; else None."""
+    config = hybrid_gdn_config(model)
+    return config if config is not None and config.model_type in GATED_DELTA_NETS else None
 
 
 def has_window(model) -> bool:

@@ -3,8 +3,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
+
+_device: ContextVar[str | None] = ContextVar("freekv_device", default=None)  # of the server whose settings SGLang resolves
+
+
+@contextmanager
+def resolving(device: str) -> Iterator[None]:
+    """While SGLang resolves the settings of a server with KV retrieval on ``device``."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def keeps_states(original) -> bool:
+    """AROUND the question whether the prefix cache may keep states beside whole pages: a FreeKV server on a CPU does."""
+    return _device.get() == "cpu" or original()
+
+
+def pageable(original, tensor: torch.Tensor, *args) -> torch.Tensor:
+    """AROUND the pinning of memory: without a GPU there is none to pin it for."""
+    return tensor
 
 
 def device_module(original, device=None):

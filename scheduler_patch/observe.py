@@ -55,6 +55,13 @@ class Observer:
             "totals": self.pool.totals.as_dict(),
         }
 
+    def states(self) -> dict[str, int]:
+        """Slots for states of linear attention, which SGLang hands out, and their bytes; nothing for a model without."""
+        if not hasattr(self.rows, "mamba_allocator"):
+            return {}
+        slots = self.rows.mamba_allocator
+        return {"used": slots.size - slots.available_size(), "total": slots.size, "bytes": int(self.rows.mamba_pool.get_kv_size_bytes())}
+
     def metrics(self) -> dict[str, float | dict[str, int]]:
         """The value of each of ``METRICS``; ``pool_bytes`` is a dict by pool."""
         state, built = self.state(), self.pool.describe()
@@ -111,7 +118,10 @@ def _observer(scheduler) -> Observer:
 def describe(info: dict, scheduler) -> None:
     """AFTER the scheduler says that it is ready: add settings and sizes to the top level of /server_info."""
     registry.prove(registry.START)
-    info["freekv"] = _observer(scheduler).pool.describe()
+    observer = _observer(scheduler)
+    info["freekv"] = observer.pool.describe()
+    if states := observer.states():
+        info["freekv"] |= {"state_slots": states["total"], "state_bytes": states["bytes"]}
 
 
 def internal_state(output, scheduler, recv_req) -> None:
@@ -122,6 +132,8 @@ def internal_state(output, scheduler, recv_req) -> None:
     state = observer.state()
     if observer.quarantine is not None:
         state["canary"] = observer.quarantine.as_dict()
+    if states := observer.states():
+        state["states"] = states
     if observer.pool.config.recall_timing:
         state["recall_timing"] = observer.pool.recall_times.as_dict()
     output.internal_state["freekv"] = state

@@ -19,6 +19,7 @@ from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.scheduler_patch.arguments import config_of, resolved
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
+from sglang_freekv.scheduler_patch.state_slots import StateSlots
 
 
 def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
@@ -118,8 +119,11 @@ def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_
 
     On a CPU both are the same memory, so the device gets a share of the available rest. Resident pages are in that share, too.
     """
-    host_bytes = int(config.host_memory_gib * GIB)
+    host_bytes, rows = int(config.host_memory_gib * GIB), resolved(configurator.server_args).max_running_requests
+    slots = None if configurator.mambaish_config is None else StateSlots.before(configurator)
     device_bytes = configurator._profile_available_bytes(pre_model_load_memory)
+    if slots is not None:
+        device_bytes += slots.spare(rows)
     if configurator.device == "cpu":
         args = resolved(configurator.server_args)
         ranks = max(1, args.tp_size * args.dp_size // args.nnodes)

@@ -12,12 +12,13 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang.srt.environ import envs
 
+from sglang_freekv import releases
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
 from sglang_freekv.scheduler_patch import cpu
-from sglang_freekv.scheduler_patch.layer_kinds import has_window, layer_table
+from sglang_freekv.scheduler_patch.layer_kinds import gated_delta_nets, has_window, layer_table
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refused_flags import OFF, PADDED
 
@@ -38,8 +39,12 @@ MODEL_RULES = (
     Rule(lambda m, a: is_minimax_sparse(m.hf_config), "it is natively sparse and selects its own KV"),
     Rule(lambda m, a: getattr(m, "compress_ratios", None), "it keeps KV that is compressed over tokens, and FreeKV retrieves whole pages"),
     Rule(
-        lambda m, a: mambaish_config(m) and a.full,
+        lambda m, a: mambaish_config(m) and not gated_delta_nets(m) and a.full,
         "it mixes full attention with Mamba, convolution or linear attention layers, and " + NOT_MIXED,
+    ),
+    Rule(
+        lambda m, a: gated_delta_nets(m) and not releases.has("tree paths"),
+        "its gated delta nets have been tested with SGLang 0.5.23 alone",
     ),
     Rule(
         lambda m, a: mambaish_config(m) and not a.full,
@@ -138,11 +143,12 @@ RESOLVED_RULES = (
         "use --chunked-prefill-size {chunk}",
     ),
     Rule(
-        lambda s, m, c: max(c.dense_layers, default=0) >= m.num_attention_layers,
-        "--freekv-dense-layers {dense}: expected layers of this model, which are 0 to {last}; use numbers among them",
+        lambda s, m, c: not set(c.dense_layers) <= {0, *_full_layers(m)},  # 0 is the default, and a model may begin with another kind
+        "--freekv-dense-layers {dense}: expected layers of this model that attend to the whole context, which are {full}; use numbers among "
+        "them",
     ),
     Rule(
-        lambda s, m, c: len(c.dense_layers) == m.num_attention_layers,
+        lambda s, m, c: set(c.dense_layers) >= set(_full_layers(m)),
         "--freekv-dense-layers {dense}: expected at least one layer left to compress; name fewer, " + OFF,
     ),
     Rule(
@@ -178,7 +184,7 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
         "backends": " and ".join(map(str, _backends(settings))),
         "chunk": max(1, settings.chunked_prefill_size // config.page_size) * config.page_size,
         "dense": ",".join(map(str, config.dense_layers)),
-        "last": model.num_attention_layers - 1,
+        "full": _ranges(_full_layers(model)),
         "pages": LEAST_PAGES,
         "least": LEAST_PAGES * config.page_size,
     }
@@ -186,8 +192,9 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
         if rule.applies(settings, model, config):
             raise Refusal(rule.message.format(s=settings, m=model, c=config, **words))
     if config.tau_by_layer is not None:
-        retrieval = layer_table(model).with_dense(config.dense_layers).numbers(LayerKind.RETRIEVAL)
-        config.tau_by_layer.expect_model(model.hf_config.architectures[0], model.num_attention_layers, retrieval)
+        full = _full_layers(model)
+        retrieval = [layer for layer in full if layer not in config.dense_layers]
+        config.tau_by_layer.expect_model(model.hf_config.architectures[0], model.num_attention_layers, retrieval, full)
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
@@ -213,6 +220,18 @@ def refuse_small_pool(settings, model, config: FreeKVConfig) -> None:
             f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
             f"{config.page_size} of this model's KV; use {gib:g} or more"
         )
+
+
+def _full_layers(model) -> list[int]:
+    """Numbers of the layers that attend to the whole context."""
+    return layer_table(model).numbers(LayerKind.RETRIEVAL)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as words: all from one to the last as a range, else one by one."""
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def _backends(settings) -> tuple[str, str]:

@@ -22,6 +22,7 @@ PADDED = "with it SGLang pads a prefill to a multiple of --tp-size tokens, and F
 OWN_POOLS = "it lays out KV that FreeKV keeps in its own pools; leave it out"
 NO_DP_ATTENTION = f"not supported so far; use --tp-size, or --dp-size without it, {OFF}"
 NO_PROOF = "it skips SGLang's warm-up, whose request proves that FreeKV's hooks are called; leave it out, " + OFF
+ONE_STATE = "it keeps states of linear attention in a way that has not been tested; leave it out"
 ONE_KERNEL = f"it computes whole steps, and their attention reads KV on the GPU; leave it out, {OFF}"
 
 COUNTS = "context_length", "nnodes"  # SGLang accepts numbers below 1 for them, and dies later
@@ -77,6 +78,10 @@ FLAGS = (
     Flag("cuda_graph_config", (None, {}), f"FreeKV chooses the graphs itself; use {GRAPH_FLAGS}"),
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
+    Flag("enable_linear_replayssm", (False,), ONE_STATE),
+    Flag("enable_linear_replayssm_spec", (False,), ONE_STATE),
+    Flag("enable_int8_mamba_checkpoint", (False,), ONE_STATE),
+    Flag("enable_mamba_cache_stochastic_rounding", (False,), ONE_STATE),
     Flag(
         "enable_paged_experts", (False,), f"it takes host memory that FreeKV does not count, and the link of recalls; leave it out, {OFF}"
     ),

@@ -20,8 +20,22 @@ def keep_pages(batch, idx: int, remaing_req_count: int, *args, **kwargs) -> bool
     Returns:
         True: the request can be resumed.
     """
-    req = batch.reqs[idx]
-    release_kv_cache(req, batch.tree_cache, **INTO_TREE)
-    evict_from_tree_cache(batch.tree_cache, remaing_req_count * envs.SGLANG_RETRACT_DECODE_STEPS.get())
+    req, tree = batch.reqs[idx], batch.tree_cache
+    if tree.supports_mamba():
+        _keep_up_to_state(req, tree)
+    else:
+        release_kv_cache(req, tree, **INTO_TREE)
+    evict_from_tree_cache(tree, remaing_req_count * envs.SGLANG_RETRACT_DECODE_STEPS.get())
     req.reset_for_retract()
     return True
+
+
+def _keep_up_to_state(req, tree) -> None:
+    """Release a request with linear attention: the tree keeps its pages up to the last state that a step has left for it.
+
+    SGLang hands a finished request's state over, and asserts that it is finished. A running one's is forked.
+    """
+    if not req.skip_radix_cache_insert:
+        req.refresh_fill_ids()  # they lag behind the output
+        tree.checkpoint(req, up_to=req.owned_kv_len())
+    release_kv_cache(req, tree, checkpoint=False)

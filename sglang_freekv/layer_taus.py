@@ -77,13 +77,14 @@ class LayerTaus:
                 raise Refusal(f"{FLAG} {file}: expected a number or null for layer {layer}, found {_short(tau)}; use one from -1 to 1")
         return cls(file, model, tuple(None if tau is None else float(tau) for tau in taus))
 
-    def expect_model(self, architecture: str, layers: int, retrieval: Collection[int]) -> None:
-        """Raise a Refusal if the thresholds are not those of this model, or if a retrieval layer has none.
+    def expect_model(self, architecture: str, layers: int, retrieval: Collection[int], full: Collection[int] | None = None) -> None:
+        """Raise a Refusal if the thresholds are not those of this model, or if they are not for its retrieval layers.
 
         Args:
             architecture: of the model.
             layers: of the model.
             retrieval: numbers of its retrieval layers.
+            full: numbers of all that attend to the whole context; None is every layer.
         """
         if (self.model, len(self.taus)) != (architecture, layers):
             raise Refusal(
@@ -95,6 +96,12 @@ class LayerTaus:
                 raise Refusal(
                     f"{FLAG} {self.file}: expected a threshold for layer {layer}, found null; use a file that has one, or add the layer to "
                     "--freekv-dense-layers"
+                )
+        for layer, tau in enumerate(self.taus):
+            if tau is not None and full is not None and layer not in full:
+                raise Refusal(
+                    f"{FLAG} {self.file}: expected null for layer {layer}, which does not attend to the whole context, found {tau:g}; use a "
+                    "file of this model"
                 )
 
     def of_retrieval(self, dense_layers: Collection[int]) -> tuple[float, ...]:

@@ -22,7 +22,8 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path) -> dict[str, list[
     """Serve all jobs, and return the answers of each, in the order of its prompts.
 
     Args:
-        jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``.
+        jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``; and
+            ``has_states`` if the model has linear attention.
         directory: for the log and the answers of each job.
 
     Raises:
@@ -41,10 +42,24 @@ def serve(job: dict[str, Any], answers: Path) -> None:
     """In a fork: run one engine on the prompts of ``job``, and write what it answers."""
     import sglang
 
+    if job.get("has_states"):
+        serve_states("kv_retrieval" in job["engine"])
     engine = sglang.Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
     answers.write_text(json.dumps(engine.generate(input_ids=job["prompts"], sampling_params=sampling)))
     engine.shutdown()
+
+
+def serve_states(retrieves: bool) -> None:
+    """Have SGLang serve linear attention as on a GPU, with states of float32. Without KV retrieval nobody gives it what a CPU lacks."""
+    os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
+    if retrieves:
+        return
+    from sglang_freekv.scheduler_patch import FRONT, SCHEDULER_ON_CPU, linear_attention, registry
+
+    hooks = [patch for patch in FRONT + SCHEDULER_ON_CPU if patch.hook.startswith("linear_attention:")]
+    registry.apply(hooks)
+    linear_attention._device.set("cpu")
 
 
 def sums_of_squares(*parts: torch.Tensor) -> torch.Tensor:

@@ -109,12 +109,6 @@ class LoraServer(TestServer):
     program = (sys.executable, str(Path(__file__).with_name("lora_server.py")))
 
 
-class LinearServer(TestServer):
-    """A stock server of a model with linear attention, which SGLang does not serve on a CPU; its program is ``linear_server.py``."""
-
-    program = (sys.executable, str(Path(__file__).with_name("linear_server.py")))
-
-
 class FaultyServer(TestServer):
     """A server whose host memory can be damaged by a test; its program is ``faulty_server.py``."""
 

@@ -88,7 +88,10 @@ BAD_WITH_THE_MODEL = {
     ("--kv-cache-dtype", "fp8_e5m2"): "--kv-cache-dtype fp8_e5m2: FreeKV does not quantise KV so far",
     ("--chunked-prefill-size", "1001"): "--chunked-prefill-size 1001: expected a multiple of --page-size 8",
     ("--max-total-tokens", "24"): "--max-total-tokens 24: expected at least 32",
-    ("--freekv-dense-layers", "32"): "--freekv-dense-layers 32: expected layers of this model, which are 0 to 31",
+    (
+        "--freekv-dense-layers",
+        "32",
+    ): "--freekv-dense-layers 32: expected layers of this model that attend to the whole context, which are 0 to 31",
     ("--device", "xpu"): "--device xpu: FreeKV runs on cuda and cpu",
 }
 

@@ -162,4 +162,4 @@ def test_the_models_that_are_called_tested_are():
     [named] = re.findall(r"\| models \| (.*?): tested", DOCUMENTS["README.md"].read_text())
     tested = {name.removesuffix("ForCausalLM").lower() for name in TESTED_ARCHITECTURES}
     names = re.sub(r" \(.*?\)", "", named).split(", ")  # without the models that have the architecture
-    assert {name.replace("-", "").lower() for name in names} == tested
+    assert {name.replace("-", "").replace(".", "_").lower() for name in names} == tested

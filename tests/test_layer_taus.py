@@ -144,6 +144,15 @@ def test_a_file_of_another_model_is_refused(architecture, layers, retrieval, sai
         assert said in refused(lambda: taus.expect_model(architecture, layers, retrieval))
 
 
+def test_only_layers_that_attend_to_the_whole_context_have_thresholds():
+    """Else a retrieval layer would get the one of a layer with linear attention, for thresholds are counted off."""
+    LayerTaus("tau.json", MODEL, (None, None, None, 0.5)).expect_model(MODEL, 4, [3], [3])
+    said = refused(lambda: LayerTaus("tau.json", MODEL, (None, 0.8, None, 0.5)).expect_model(MODEL, 4, [3], [3]))
+    assert said.startswith(
+        "--freekv-tau-by-layer tau.json: expected null for layer 1, which does not attend to the whole context, found 0.8"
+    )
+
+
 def test_one_threshold_and_one_by_layer_are_refused_together(file):
     path = file({"model": MODEL, "tau": [0.5]})
     with pytest.raises(Refusal, match=r"^--freekv-tau 0.8: expected none beside --freekv-tau-by-layer, which .*; leave it out$"):

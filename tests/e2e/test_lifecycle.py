@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,10 +13,11 @@ import numpy as np
 import pytest
 
 from benchmarks.needle import tasks
+from clients import ENDLESS, assert_only_the_tree_holds_pages, begin, end_early, events, live
 from oracle import Oracle
 from serving import NEEDLE_MODEL, TestServer, freekv, wait_until
 
-PAGE, CHUNK, CLIENTS, NEW_TOKENS, ENDLESS = 16, 128, 16, 24, 2000
+PAGE, CHUNK, CLIENTS, NEW_TOKENS = 16, 128, 16, 24
 WAITING_S, RUNNING_S, ARRIVAL_S, MOST_ARRIVALS = 1, 10, 0.75, 96
 ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -108,12 +106,6 @@ def served_by(name: str):
     return pytest.mark.parametrize("served", [name], indirect=True, scope="module")
 
 
-def assert_only_the_tree_holds_pages(server: TestServer) -> None:
-    assert server.when_idle()["rows_used"] == 0
-    assert server.get("/v1/loads")["loads"][0]["num_used_tokens"] == 0  # SGLang counts those that the tree could not evict
-    assert server.flush()["host_pages_used"] == 0
-
-
 @contextmanager
 def all_rows_taken(server: TestServer, queued: int):
     """Whoever comes within must wait; at the end of it, until so many are left waiting. Then the rows are free."""
@@ -132,47 +124,6 @@ def prefilled(log: str) -> int:
     batches = re.findall(r"Prefill batch.*#new-seq: (\d+), #new-token: (\d+)", log)
     assert batches and all(requests == "1" for requests, _ in batches)
     return sum(-(-int(tokens) // PAGE) * PAGE for _, tokens in batches)
-
-
-def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str, stream: bool = True, timeout_s: float = 120):
-    """Send a request and leave the connection open."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout_s)
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": [int(token) for token in token_ids], "sampling_params": sampling, "stream": stream, "rid": rid}
-    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-    return connection
-
-
-def events(connection: http.client.HTTPConnection) -> Iterator[dict]:
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            yield json.loads(line[6:])
-
-
-def live(server: TestServer, token_ids, rid: str, max_new_tokens: int = NEW_TOKENS) -> dict:
-    """A request that is let alone: its last event."""
-    *_, last = events(begin(server, token_ids, max_new_tokens, rid))
-    return last
-
-
-def end_early(server: TestServer, token_ids, rid: str, how: str, tokens: int, seconds: float) -> None:
-    """A request that would not end for long, ended after so many tokens, or seconds if it has had none or waits for the whole answer."""
-    if how == "timeout":
-        connection = begin(server, token_ids, ENDLESS, rid, stream=False, timeout_s=seconds)
-        with pytest.raises(TimeoutError):
-            connection.getresponse()
-    else:
-        connection = begin(server, token_ids, ENDLESS, rid)
-        coming = events(connection)
-        if tokens:
-            next(event for event in coming if event["meta_info"]["completion_tokens"] >= tokens)
-        else:
-            time.sleep(seconds)
-        if how == "abort":
-            server.open("/abort_request", {"rid": rid}).close()
-            *_, last = coming
-            assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    connection.close()
 
 
 @served_by(PREEMPTING)
@@ -221,7 +172,7 @@ def test_a_request_that_ends_early_leaves_nothing(served, prompts, shared_prefix
     def live_or_end(index: int) -> list[int] | None:
         rid, own = f"{state}-{how}-{index:02}", np.random.default_rng([*map(ord, state), index])
         if index in others:
-            return live(server, prompts[index], rid)["output_ids"]
+            return live(server, prompts[index], rid, NEW_TOKENS)["output_ids"]
         prompt = own.integers(10, 5000, where.length).tolist() if where.length else prompts[index]
         prompt = [*shared_prefix, *prompt] if state == "prefix" else prompt
         end_early(server, prompt, rid, how, int(own.integers(*where.tokens, endpoint=True)), own.uniform(*where.seconds))

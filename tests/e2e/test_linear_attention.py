@@ -1,68 +1,106 @@
-"""Stock SGLang on a CPU serves tiny random-weight models with linear attention: tokens of transformers, cold and behind a prefix."""
+"""A model with gated delta nets in six of eight layers, as one server: its tokens are the oracle's, and its states are nowhere lost."""
 
 from __future__ import annotations
 
-import json
 import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import pytest
 
-from room import room_for
-from serving import STOCK, LinearServer, start_all, stop_all
+from clients import assert_only_the_tree_holds_pages, end_early
+from families import HYBRIDS, VOCABULARY, make_model
+from oracle import Oracle, OracleSettings
+from serving import freekv
 
-NEW_TOKENS, VOCABULARY, EVERY = 24, 512, 4  # of four layers one has full attention
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "head_dim": 32}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-FLAGS = {"--skip-tokenizer-init": True, "--max-total-tokens": 8192, "--max-running-requests": 4, "--max-mamba-cache-size": 64}
-FLAGS |= {"--page-size": 8, "--chunked-prefill-size": 512}
-
-KINDS = {"qwen3_next": EXPERTS, "qwen3_5_moe_text": EXPERTS}
-
-
-def make_model(kind: str, path) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SHAPE, **HEADS, **LINEAR, **KINDS[kind])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # norms and decays start as constants, and small weights make every token alike
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 0.3))
-    model.save_pretrained(path)
-    written = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(written | {"full_attention_interval": EVERY}))  # transformers writes the list alone
-    return model.eval()
+NEW_TOKENS, ROWS, CHUNK, TRACKED = 24, 4, 512, 256  # decode steps leave a state every 256 tokens
+SLOTS = 2 * 5 * ROWS  # for states: five of a request by SGLang's count, and as many again for the prefix cache
+LONG = 40  # tokens of an answer that ends behind the first state of its own
+SETTINGS = OracleSettings(budget=304, sink=16, window=32, tau=0.0, page=8, dense_layers=(), digest="two-bit", hysteresis=1.0)
+ENVIRONMENT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    "SGLANG_TEST_RETRACT": "1",  # one of several requests
+    "SGLANG_TEST_RETRACT_INTERVAL": "7",  # passes: some are retracted before their first state, some behind it
+}
 
 
-@torch.no_grad()
-def continued(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    tokens = torch.tensor([prompt])
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, len(prompt) :].tolist()
+def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [draw.choices(range(VOCABULARY), k=length) for length in lengths]
 
 
-def test_same_tokens_as_transformers(tmp_path):
-    models = {kind: make_model(kind, tmp_path / kind) for kind in KINDS}
-    draw = random.Random(0)
-    prompts = [draw.choices(range(VOCABULARY), k=length) for length in (3, 77, 300, 901, 250)]
-    prompts.append(prompts[3][:640] + draw.choices(range(VOCABULARY), k=50))
-    for kind, model in models.items():
-        flags = STOCK | FLAGS | {"--model-path": tmp_path / kind}
-        with room_for(1):  # states of the convolution are bfloat16 unless SGLang is told
-            (server,) = start_all([LinearServer(flags, tmp_path / f"{kind}.txt", {"SGLANG_MAMBA_CONV_DTYPE": "float32"})])
-        try:
-            expected = [continued(model, prompt) for prompt in prompts]
-            # a state is kept behind whole chunks of 64 tokens: of each prefill the last, and where a prompt leaves another's path
-            for cached in ([0, 0, 0, 0, 0, 512], [0, 64, 256, 896, 192, 640]):
-                answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
-                assert [answer["output_ids"] for answer in answers] == expected, kind
-                assert [answer["meta_info"]["cached_tokens"] for answer in answers] == cached, kind
-            answers = server.generate_all(prompts[::-1], NEW_TOKENS)
-            assert [answer["output_ids"] for answer in answers] == expected[::-1], kind
-            again = prompts[4] + expected[4] + prompts[0]  # the decode step with 256 tokens has left its state
-            answer = server.generate(again, NEW_TOKENS)
-            assert answer["output_ids"] == continued(model, again), kind
-            assert answer["meta_info"]["cached_tokens"] == 256, kind
-        finally:
-            stop_all([server])
+@pytest.fixture(scope="module")
+def served(serve, tmp_path_factory) -> SimpleNamespace:
+    path = tmp_path_factory.mktemp("hybrid")
+    make_model(HYBRIDS["qwen3-next"], path, num_hidden_layers=8)
+    flags = freekv(SETTINGS.budget, preset="accurate", sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau)
+    flags |= {"--model-path": path, "--skip-tokenizer-init": True, "--page-size": SETTINGS.page, "--chunked-prefill-size": CHUNK}
+    flags |= {"--max-running-requests": ROWS, "--max-total-tokens": 8192, "--prefill-max-requests": 1}
+    with serve(flags, env=ENVIRONMENT) as (server,):
+        yield SimpleNamespace(server=server, oracle=Oracle(path))
+
+
+def assert_states_are_free(server) -> None:
+    kept = server.when_idle()["states"]
+    assert 0 < kept["used"] < kept["total"] == SLOTS == server.get("/server_info")["freekv"]["state_slots"]
+    assert_only_the_tree_holds_pages(server)  # and empties it
+    assert server.state()["states"]["used"] == 0
+
+
+def test_tokens_are_the_oracle_s_cold_and_behind_a_state(served):
+    server, oracle = served.server, served.oracle
+    prompts = make_prompts(0, 3, 77, 300, 901, 250)
+    prompts.append(prompts[3][:640] + make_prompts(1, 50)[0])
+    expected = [oracle.generate(prompt, NEW_TOKENS, SETTINGS) for prompt in prompts]
+    dense = [oracle.generate(prompt, NEW_TOKENS).tokens for prompt in prompts]
+    assert [len(prompt) for prompt, result, whole in zip(prompts, expected, dense) if result.tokens != whole] == [300, 901, 690]
+    # a state is kept behind whole chunks of 64 tokens: of each prefill the last, and where a prompt leaves another's path
+    for cached in ([0, 0, 0, 0, 0, 512], [0, 64, 256, 896, 192, 640]):
+        answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
+        assert [answer["meta_info"]["cached_tokens"] for answer in answers] == cached
+        corrections = [answer["meta_info"]["freekv"]["corrections"] for answer in answers]
+        assert corrections == [sum(flag for step in result.corrected for layer in step for flag in layer) for result in expected]
+        assert 0 < sum(corrections) < len(prompts) * (NEW_TOKENS - 1) * 2 * 2  # of two layers and two kv heads
+        assert answers[3]["meta_info"]["freekv"]["recalled_units"] > 0
+    again = prompts[4] + expected[4].tokens + prompts[0]  # the decode step with 256 tokens has left its state
+    answer = server.generate(again, NEW_TOKENS)
+    assert answer["output_ids"] == oracle.generate(again, NEW_TOKENS, SETTINGS).tokens
+    assert answer["meta_info"]["cached_tokens"] == TRACKED
+    assert_states_are_free(server)
+
+
+def test_a_retracted_request_resumes_behind_its_last_state(served):
+    """The budget covers these contexts, so that it does not matter who was retracted when."""
+    server, oracle = served.server, served.oracle
+    prompts = make_prompts(2, *[TRACKED - 2] * 3 * ROWS)
+    begun = len(server.log.read_text())
+    answers = server.generate_all(prompts, LONG, concurrency=3 * ROWS)
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, LONG).tokens for prompt in prompts]
+    resumed = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+    batches = re.findall(r"Prefill batch.*#new-token: (\d+), #cached-token: (\d+)", server.log.read_text()[begun:])
+    assert resumed > ROWS and len(batches) == len(prompts) + resumed
+    cached = [int(tokens) for _, tokens in batches]
+    assert [tokens for tokens in cached if not tokens] == [0] * len(prompts)
+    assert TRACKED in cached and set(cached) <= {0, 192, TRACKED}  # the last state of its prompt, then its own
+    assert all(int(new) <= TRACKED + 1 - 192 for new, tokens in batches if int(tokens) == 192)  # behind 256 tokens it has its own
+    assert_states_are_free(server)
+
+
+@pytest.mark.parametrize("how", ["disconnect", "abort", "timeout"])
+def test_a_request_that_ends_early_leaves_no_state(served, how):
+    """Some end in a chunk of their prompt, some wait for a row, some decode; those that stay are answered as ever."""
+    server, oracle = served.server, served.oracle
+    ended, stay = make_prompts(3, *[901] * 4, *[100] * 4), make_prompts(4, *[77] * 4)
+    expected = [oracle.generate(prompt, NEW_TOKENS).tokens for prompt in stay]
+    with ThreadPoolExecutor(12) as pool:
+        ends = [
+            pool.submit(end_early, server, prompt, f"{how}-{index}", how, index % 4, 0.1 + index / 4) for index, prompt in enumerate(ended)
+        ]
+        answers = list(pool.map(lambda prompt: server.generate(prompt, NEW_TOKENS), stay))
+        for end in ends:
+            end.result()
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert_states_are_free(server)

@@ -168,3 +168,19 @@ def test_tracked_states_are_copied_in_all_layers():
 def test_the_device_without_a_number_is_the_cpu():
     assert linear_attention.device_module(torch.get_device_module) is torch.cpu
     assert linear_attention.device_module(torch.get_device_module, "cuda") is torch.cuda
+
+
+def test_a_server_on_a_cpu_keeps_states_in_the_prefix_cache():
+    """Elsewhere SGLang is asked, and nothing changes where FreeKV's settings are not being resolved."""
+    asked: list[str] = []
+
+    def original() -> bool:
+        asked.append("SGLang")
+        return False
+
+    assert not linear_attention.keeps_states(original) and len(asked) == 1
+    with linear_attention.resolving("cuda"):
+        assert not linear_attention.keeps_states(original) and len(asked) == 2
+    with linear_attention.resolving("cpu"):
+        assert linear_attention.keeps_states(original) and len(asked) == 2
+    assert not linear_attention.keeps_states(original)

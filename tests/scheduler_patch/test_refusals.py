@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from build_server_args import run
 from serving import LAYERS, NEEDLE_CONFIG, NEEDLE_MODEL
+from sglang_freekv import releases
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.scheduler_patch import refusals, refused_flags
 
@@ -61,7 +63,8 @@ SWITCHES = (
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
     "smg_grpc_mode", "grpc_mode", "enable_pd_role_switch", "enable_unified_cache_external_linker", "enable_kv_cache_sharding",
     "enable_layernorm_sp", "enable_lean_attention", "enable_nvidia_megakernel", "enable_amd_monokernel", "enable_paged_experts",
-    "language_model_only", "skip_server_warmup",
+    "language_model_only", "skip_server_warmup", "enable_linear_replayssm", "enable_linear_replayssm_spec",
+    "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding",
 )  # fmt: skip
 FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
 REFUSED, FLAGS = set(FLAGS), {name: flags for name, flags in FLAGS.items() if name in OPTIONS}
@@ -77,7 +80,8 @@ VALUES = {  # typed flags: how the refusal begins
     ("--moe-a2a-backend", "deepep", "--tp-size", "2"): "--moe-a2a-backend deepep: with it SGLang pads a prefill to a multiple of --tp-size",
     ("--freekv-dense-layers", ","): "--freekv-dense-layers ,: expected comma-separated layer numbers",
     ("--freekv-budget", "-32"): "--freekv-budget -32: expected a non-negative multiple of --page-size 8; use --freekv-budget 32",
-    ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model, which are 0 to {LAYERS - 1}",
+    ("--freekv-dense-layers", f"{LAYERS}"): f"--freekv-dense-layers {LAYERS}: expected layers of this model that attend to the "
+    f"whole context, which are 0 to {LAYERS - 1}",
     ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
     ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"): "--enable-lora: SGLang pins memory for adapters",
     ("--cuda-graph-backend-prefill", "breakable"): "--cuda-graph-backend-prefill breakable: there is no prefill graph with --device cpu",
@@ -180,7 +184,6 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
         {"text_config": {"num_hidden_layers": 8, "attention_chunk_size": 512}},
         "it mixes 2 full attention layers with 6 that attend to chunks of 512 tokens, and full layers beside others are not served yet; ",
     ),
-    "qwen3_next": ("Qwen3NextForCausalLM", {}, "it mixes full attention with Mamba, convolution or linear attention layers, and "),
     "lfm2": ("Lfm2ForCausalLM", {}, "it mixes full attention with Mamba, convolution or linear attention layers, and "),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", {}, "it reads images or sound, which has not been tested with KV retrieval"),
     "mistral3": ("Mistral3ForConditionalGeneration", {}, "it reads images or sound, which has not been tested with KV retrieval"),
@@ -191,6 +194,38 @@ SERVED = {
     "a window longer than the context": MISTRAL | {"sliding_window": 40960},
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
+
+
+HYBRIDS = {"qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+HYBRID_VALUES = {  # flags, with a model of which layers 3 and 7 have full attention: how the refusal begins
+    ("--mamba-radix-cache-strategy", "no_buffer"): "--mamba-radix-cache-strategy no_buffer: expected extra_buffer",
+    ("--mamba-radix-cache-strategy", "extra_buffer_lazy"): "--mamba-radix-cache-strategy extra_buffer_lazy: expected extra_buffer",
+    ("--linear-attn-backend", "flashinfer"): "--linear-attn-backend flashinfer: expected triton",
+    ("--linear-attn-prefill-backend", "cutedsl"): "--linear-attn-prefill-backend cutedsl: expected triton",
+    ("--linear-attn-decode-backend", "cutedsl"): "--linear-attn-decode-backend cutedsl: expected triton",
+    (
+        "--page-size",
+        "48",
+        "--freekv-budget",
+        "960",
+        "--freekv-sink",
+        "48",
+        "--freekv-window",
+        "96",
+    ): "--page-size 48: expected a divisor of --mamba-track-interval 256, and one of 64 or a multiple of it",
+    ("--mamba-track-interval", "300"): "--page-size 8: expected a divisor of --mamba-track-interval 300",
+    ("--freekv-canary", "full"): "--freekv-canary full: the prefix cache of this model keeps states beside pages",
+    (
+        "--freekv-dense-layers",
+        "1",
+    ): "--freekv-dense-layers 1: expected layers of this model that attend to the whole context, which are 3, 7; ",
+    ("--freekv-dense-layers", "3,7"): "--freekv-dense-layers 3,7: expected at least one layer left",
+}
+HYBRID_FINE = (), ("--page-size", "16"), ("--page-size", "128"), ("--disable-radix-cache",), ("--freekv-dense-layers", "3")
+HYBRIDS_FINE = tuple(HYBRIDS)
+if not releases.has("tree paths"):
+    untested = "--kv-retrieval freekv does not serve Qwen3NextForCausalLM: its gated delta nets have been tested with SGLang 0.5.23 alone; "
+    HYBRIDS, HYBRID_VALUES, HYBRID_FINE, HYBRIDS_FINE = {"qwen3_next": HYBRIDS["qwen3_next"]}, {(): untested}, (), ()
 
 
 def command(*flags, model=NEEDLE_MODEL) -> list[str]:
@@ -209,7 +244,12 @@ def models(tmp_path_factory):
         config = AutoConfig.for_model(kind, **{"num_hidden_layers": LAYERS} | change)
         config.architectures = [architecture]
         config.save_pretrained(directory / kind)
-    return {name: directory / name for name in (*changes, *FAMILIES)}
+    for kind, architecture in HYBRIDS.items():
+        config = AutoConfig.for_model(kind, num_hidden_layers=LAYERS)
+        file = directory / kind / "config.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps(config.to_dict() | {"architectures": [architecture], "full_attention_interval": 4}))
+    return {name: directory / name for name in (*changes, *FAMILIES, *HYBRIDS)}
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +270,7 @@ def facts(models, launcher):
     cases |= {f"value {flags}": {"argv": command(*flags)} for flags in VALUES}
     cases |= {f"fine {flags}": {"argv": command(*flags)} for flags in FINE}
     cases |= {f"model {name}": {"argv": command(model=model)} for name, model in models.items()}
+    cases |= {f"hybrid {flags}": {"argv": command(*flags, model=models["qwen3_next"])} for flags in (*HYBRID_VALUES, *HYBRID_FINE)}
     cases |= {f"arkvale {name}": {"argv": command("--kv-retrieval", "arkvale", model=models[name])} for name in ("mamba", "asymmetric")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0")  # cores of one rank
@@ -286,6 +327,33 @@ def test_family(refusal, kind):
     assert f"ForCausalLM: {FAMILIES[kind][2]}" in refusal(f"model {kind}").replace("ConditionalGeneration", "CausalLM")
 
 
+def test_states_are_served_where_servers_ran_with_them(monkeypatch):
+    from sglang_freekv.scheduler_patch import states
+
+    for module in (refusals, states):
+        monkeypatch.setattr(module, "gated_delta_nets", lambda model: "a config")
+    monkeypatch.setattr(refusals, "mambaish_config", lambda model: "a config")
+    rules = [rule for rule in refusals.MODEL_RULES if "gated delta nets" in rule.message]
+    for unified in (True, False):
+        monkeypatch.setattr(refusals.releases, "has", lambda name, has=unified: has)
+        assert [bool(rule.applies(None, None)) for rule in rules] == [not unified]
+    for blackwell in (True, False):
+        monkeypatch.setattr(states, "is_blackwell", lambda found=blackwell: found)
+        with pytest.raises(Refusal, match="on a Blackwell GPU; use --kv-retrieval none") if blackwell else nullcontext():
+            states.refuse_states(SimpleNamespace(device="cuda"), None, FreeKVConfig())
+    states.refuse_states(SimpleNamespace(device="cpu"), None, FreeKVConfig())
+
+
+@pytest.mark.parametrize("flags", HYBRID_VALUES, ids=str)
+def test_value_beside_linear_attention(refusal, flags):
+    assert refusal(f"hybrid {flags}").startswith(HYBRID_VALUES[flags])
+
+
+@pytest.mark.parametrize("case", [*(f"hybrid {flags}" for flags in HYBRID_FINE), *(f"model {kind}" for kind in HYBRIDS_FINE)])
+def test_fine_beside_linear_attention(facts, case):
+    assert facts["outcomes"][case].get("config"), facts["outcomes"][case]
+
+
 @pytest.mark.parametrize("name", ["mamba", "asymmetric"])
 def test_a_model_is_refused_for_the_method_that_was_typed(refusal, name):
     assert refusal(f"arkvale {name}").startswith("--kv-retrieval arkvale does not serve ")
@@ -296,7 +364,7 @@ def test_served_model(facts, name):
     assert facts["outcomes"][f"model {name}"].get("config"), facts["outcomes"][f"model {name}"]
 
 
-def test_what_sglang_insists_on():
+def test_what_sglang_insists_on(monkeypatch):
     """Some models make SGLang choose an attention backend, a page size or a prefill graph over the user's."""
 
     def graphs(prefill: str) -> SimpleNamespace:
@@ -306,7 +374,8 @@ def test_what_sglang_insists_on():
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
     resolved["cuda_graph_config"] = graphs("breakable")
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
-    model = SimpleNamespace(num_attention_layers=6, quantization=None)
+    monkeypatch.setattr(refusals, "_full_layers", lambda model: list(range(6)))
+    model = SimpleNamespace(quantization=None)
     backends = ("freekv", "freekv")
 
     def refuse(backends=backends, **changes):
