@@ -11,6 +11,9 @@ from sglang_freekv.memory_pool.sizing import Sizing
 from sglang_freekv.presets import PRESETS
 
 MOST_REQUESTS = 4096  # SGLang's default limit
+SLOTS_OF_REQUEST = 5  # SGLang's count: the running state, two that a step leaves behind, and two more
+FOR_PREFIXES = 2  # as the server has it, scheduler_patch/state_slots.py
+STATE_SHARE = 0.9 / 1.9  # of what weights leave, by SGLang's default --mamba-full-memory-ratio
 
 
 class Recalled(NamedTuple):
@@ -49,9 +52,15 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes of requests on one rank, each with the longest context of ``sizing``."""
+    """Sizes of requests on one rank, each with the longest context of ``sizing``.
+
+    Args:
+        sizing: of KV.
+        slot_bytes: of a slot for the states of linear attention; 0 for a model without.
+    """
 
     sizing: Sizing
+    slot_bytes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -89,7 +98,11 @@ class Footprint:
     def device_bytes(self, requests: int) -> float:
         """Device bytes of ``requests`` at once, including the row of padding and the staging buffers."""
         tokens = requests * self.tokens * self.sizing.device_bytes_per_token
-        return tokens + self.row_bytes(requests) + self.sizing.staging_bytes
+        return tokens + self.row_bytes(requests) + self.sizing.staging_bytes + self.state_bytes(requests)
+
+    def state_bytes(self, requests: int) -> int:
+        """Device bytes of the states of ``requests``, of as many again for the prefix cache, and of padding."""
+        return (FOR_PREFIXES * SLOTS_OF_REQUEST * requests + 1) * self.slot_bytes
 
     def row_bytes(self, requests: int) -> int:
         """Device bytes of the rows of ``requests``, and of the row of padding."""
@@ -116,6 +129,12 @@ class Footprint:
         Raises:
             Refusal: the device has no room for one request.
         """
+        if self.slot_bytes:
+            slots = min(FOR_PREFIXES * SLOTS_OF_REQUEST * rows, int(device_bytes * STATE_SHARE // self.slot_bytes) - 1)
+            device_bytes -= (slots + 1) * self.slot_bytes
+            rows = min(rows, slots // SLOTS_OF_REQUEST)
+            if rows < 1:
+                raise Refusal("freekv-doctor: the device has no room for the states of one request; use a larger one")
         sizing, tokens = self.sizing, self._pool_tokens(host_bytes, device_bytes, most_tokens, rows)
         rows = min(rows, sizing.rows(device_bytes, tokens))
         return Room(tokens, rows, sizing.frames(device_bytes, tokens, rows), sizing.longest_requests(device_bytes, tokens, rows))

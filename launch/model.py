@@ -123,7 +123,7 @@ class Model:
         Raises:
             Refusal: the server would refuse a flag.
         """
-        from sglang_freekv.scheduler_patch import refusals, refused_flags
+        from sglang_freekv.scheduler_patch import refusals, refused_flags, states
 
         defaults = {flag.name: flag.allowed[0] for flag in refused_flags.FLAGS} | dict.fromkeys(refused_flags.COUNTS)
         defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=CHUNK_TOKENS, grammar_backend=None)
@@ -131,6 +131,7 @@ class Model:
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
         asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size, attention_backend=BACKEND_NAME))
         refused_flags.refuse_flags(asked)
+        states.refuse_states(asked, self.config, config)
         refusals.refuse_resolved(asked, self.config, config)
 
     def refusal(self, config: FreeKVConfig) -> Refusal | None:
@@ -149,6 +150,12 @@ class Model:
         from sglang_freekv.scheduler_patch.model_kv import kv_shape
 
         return kv_shape(self.config, config, self.config.num_attention_layers, ranks)
+
+    def slot_bytes(self, ranks: int) -> int:
+        """Bytes of a slot for the states of linear attention on one of ``ranks`` ranks; 0 for a model without."""
+        from sglang_freekv.scheduler_patch.states import slot_bytes
+
+        return slot_bytes(self.config, ranks)
 
     @cached_property
     def weights(self) -> Weights | None:

@@ -54,7 +54,8 @@ class Plan:
 
     @cached_property
     def footprint(self) -> Footprint:
-        return Footprint(Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len))
+        sizing = Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len)
+        return Footprint(sizing, self.model.slot_bytes(self.ranks))
 
     # ---- memory that a rank has
 

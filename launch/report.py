@@ -156,6 +156,9 @@ def _tiers(plan: Plan, count: int) -> Iterator[Tier]:
     for name, token_bytes in (("digests", cost.digest_token_bytes), ("dense layers", cost.dense_token_bytes)):
         yield Tier(f"{name}{each}", token_bytes, token_bytes * tokens, count * token_bytes * tokens, None)
     yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, sizing.row_bytes, cost.row_bytes(count), None)
+    if cost.slot_bytes:
+        states = cost.state_bytes(count)
+        yield Tier(f"states of linear attention{each}", None, cost.state_bytes(1) - cost.state_bytes(0), states, None)
     yield Tier(f"staging of prefixes{each}", None, None, sizing.staging_bytes, None)
     yield Tier(f"device{each}, all of these", sizing.device_bytes_per_token, cost.device_bytes(1) - cost.device_bytes(0), device, static)
     yield Tier(f"frames{each}", sizing.host_bytes_per_token, None, None, plan.room and plan.room.frames * sizing.frame_bytes)

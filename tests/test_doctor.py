@@ -10,11 +10,13 @@ import shlex
 import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
+from transformers import AutoConfig
 
 from made_up import CONFIG, LLAMA, FakeGpu, NoGpu, model_file
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.launch import doctor
 from sglang_freekv.launch.cards import CARDS, card_of
+from sglang_freekv.launch.footprint import Footprint
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
@@ -321,3 +323,35 @@ def test_lines_and_json_tell_the_same(ask, capsys):
     for finding in report["findings"]:
         assert f"  {finding['name']}: {finding['value']}" in lines
     assert all(f"  {line}" in lines for line in report["unchecked"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_of_linear_attention_are_counted(ask, tmp_path, ranks):
+    """Qwen3-Next-80B-A3B: of 48 layers 36 have a state of 32 matrices of 128 x 128, and three columns of a convolution."""
+    config = AutoConfig.for_model("qwen3_next").to_dict()
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4, "max_position_embeddings": 262144})
+    )
+    machine = "--gpu", 141, "--gpus", ranks, "--host-memory", 512, "--weights-gib", 80, "--tp-size", ranks
+    answer = ask(None, "--model-path", tmp_path, *machine, "--requests", 4, "--context-length", 131072)
+    slot = 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2) // ranks
+    each = " a rank" * (ranks > 1)
+    names = f"states of linear attention{each}", f"host pool{each}", f"device{each}, all of these"
+    states, host, device = (answer.tiers[name] for name in names)
+    assert (states["per_request"], states["all_requests"]) == (
+        10 * slot,
+        41 * slot,
+    )  # five of each request, as many for prefixes, one of padding
+    assert host["per_token"] == 12 * 2 * 2 * 256 * 2 // ranks
+    assert device["per_request"] > 10 * slot
+    assert answer.code == 0 and answer.found["frames"].figures["rows"] == 4
+
+
+def test_states_take_the_rows_of_a_small_gpu():
+    """SGLang gives them 47% of what weights leave, and FreeKV has the rest."""
+    sizing = Sizing(FreeKVConfig(), KVShape(LayerTable.uniform(12), 2, 16, 256, (2, 256), KVFormat.plain(torch.bfloat16)), 32768)
+    slot, device = 75 << 20, 8 * GIB
+    rooms = {bytes_: Footprint(sizing, bytes_).room(16, 100 * GIB, device, 16 * 32768) for bytes_ in (0, slot)}
+    assert rooms[0].rows == 16 and rooms[slot].rows == (int(device * 0.9 / 1.9 / slot) - 1) // 5
+    assert rooms[slot].frames < rooms[0].frames
+    assert not Footprint(sizing, slot).fit(1, 100 * GIB, GIB // 2, 32768, None)
