@@ -9,6 +9,7 @@ from math import prod
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.window_kv import MAPPING_BYTES, WindowKV
 
 FRAME_TABLE_BYTES = 24  # of the tables of frames: 8 for each frame, 12 for each host page, of which there are more
 
@@ -22,6 +23,7 @@ class KVShape:
         kv_heads, query_heads, head_dim: shape of the attention on this rank.
         digest_shape: shape of the digest of one unit.
         format: types of KV.
+        window: tokens that window layers see before a query's own, at most.
     """
 
     layers: LayerTable
@@ -30,6 +32,7 @@ class KVShape:
     head_dim: int
     digest_shape: tuple[int, ...]
     format: KVFormat
+    window: int = 0
 
     @property
     def retrieval_layers(self) -> int:
@@ -63,11 +66,20 @@ class Sizing:
         config: budget, device cache, page size and canary.
         shape: KV of this rank.
         context_len: longest context, in tokens.
+        chunk: tokens of a prefill at most, if there are window layers.
     """
 
     config: FreeKVConfig
     shape: KVShape
     context_len: int
+    chunk: int = 0
+
+    @property
+    def window_kv(self) -> WindowKV | None:
+        """What SGLang's pool of window layers needs; None for a model without."""
+        if not self.shape.layers.near:
+            return None
+        return WindowKV(self.shape.window, self.shape.layers.near, self.chunk, self.config.page_size, self.shape.layer_token_bytes)
 
     @property
     def host_bytes_per_token(self) -> int:
@@ -75,7 +87,7 @@ class Sizing:
 
     @property
     def device_bytes_per_token(self) -> float:
-        return self.dense_bytes_per_token + self.digest_bytes_per_token
+        return self.dense_bytes_per_token + self.digest_bytes_per_token + (MAPPING_BYTES if self.shape.layers.near else 0)
 
     @property
     def dense_bytes_per_token(self) -> int:
@@ -96,14 +108,15 @@ class Sizing:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of token slots, and the scores of a step."""
+        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of token slots, scores, and KV of window layers."""
         shape, config = self.shape, self.config
         tables = 4 * shape.kv_heads * (config.cache_pages + config.attended_pages)
         misses = 12 * shape.kv_heads * min(config.attended_pages, config.cache_pages)
         queries = shape.query_heads * shape.head_dim * shape.format.compute.itemsize
         pages = self.context_len // config.page_size
         scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the plan's scratch
-        return shape.retrieval_layers * (tables + misses + queries) + scores + 4 * self.context_len
+        window = 0 if self.window_kv is None else self.window_kv.bytes_of(self.window_kv.row_tokens)
+        return shape.retrieval_layers * (tables + misses + queries) + scores + 4 * self.context_len + window
 
     @property
     def promised_frames(self) -> int:
@@ -126,6 +139,11 @@ class Sizing:
         """Bytes of the two staging buffers, each for the keys and values of one longest context."""
         return 4 * self.context_len * self.shape.kv_heads * self.shape.head_dim * self.shape.format.compute.itemsize
 
+    @property
+    def shared_window_bytes(self) -> int:
+        """Bytes of window layers that belong to no row."""
+        return 0 if self.window_kv is None else self.window_kv.bytes_of(self.window_kv.shared_tokens)
+
     def tokens(self, host_bytes: int, device_bytes: int, max_rows: int | None) -> int:
         """Tokens of the host pool: as many as the host holds, if their digests and dense layers leave half of the device to rows.
 
@@ -133,7 +151,7 @@ class Sizing:
             host_bytes, device_bytes: bytes available on each.
             max_rows: number of rows that the user asked for, or None. If they need less than half of the device, tokens get the rest.
         """
-        room = device_bytes - self.staging_bytes
+        room = device_bytes - self.staging_bytes - self.shared_window_bytes
         share = room / 2 if max_rows is None else max(room / 2, room - self.padding_bytes - max_rows * self.row_bytes)
         tokens = min(host_bytes // self.host_bytes_per_token, int(share / self.device_bytes_per_token))
         return tokens // self.config.page_size * self.config.page_size
@@ -178,5 +196,5 @@ class Sizing:
         return min(rows, (self.frames(device_bytes, tokens, rows) - self.config.cache_pages) // self.promised_frames)
 
     def _left(self, device_bytes: int, tokens: int) -> float:
-        """Bytes that staging, digests and dense layers leave to rows and frames."""
-        return device_bytes - self.staging_bytes - tokens * self.device_bytes_per_token
+        """Bytes that staging, digests, dense layers, and prefills of window layers leave to rows and frames."""
+        return device_bytes - self.staging_bytes - self.shared_window_bytes - tokens * self.device_bytes_per_token

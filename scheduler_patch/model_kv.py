@@ -25,4 +25,5 @@ def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) 
         head_dim=model.head_dim,
         digest_shape=digests_of(config).shape(model.head_dim, model.dtype.itemsize),
         format=KVFormat.plain(model.dtype),
+        window=(model.is_hybrid_swa and model.sliding_window_size) or 0,
     )

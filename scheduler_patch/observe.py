@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from sglang_freekv.kv_pool import pool_of
+from sglang_freekv.kv_pool import full_allocator, pool_of
 from sglang_freekv.metrics import POOLS, Exporter
 from sglang_freekv.scheduler_patch import registry
 from sglang_freekv.scheduler_patch.arguments import CARRIED
@@ -26,9 +26,9 @@ class Observer:
     """
 
     def __init__(self, scheduler) -> None:
-        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.allocator = full_allocator(scheduler.token_to_kv_pool_allocator)
         self.rows = scheduler.req_to_token_pool
-        self.pool = pool_of(self.allocator.get_kvcache())
+        self.pool = pool_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
         self.rested: dict | None = None
         self.drawing = torch.Generator()  # on a CPU, SGLang samples tokens with the default one

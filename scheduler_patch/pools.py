@@ -20,6 +20,7 @@ from sglang_freekv.scheduler_patch.arguments import config_of, resolved
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refusals import LEAST_PAGES
 from sglang_freekv.scheduler_patch.state_slots import StateSlots
+from sglang_freekv.windowed_pool import WindowedPool
 
 
 def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
@@ -52,17 +53,19 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
     # the configurator has __slots__, and none for this
     configurator.model_config.freekv_frames = _agree(sizing.frames(device_bytes, tokens, rows))
+    both = {}
+    if sizing.window_kv is not None:
+        both = {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": sizing.window_kv.tokens(rows)}
     return MemoryPoolConfig(
-        max_total_num_tokens=tokens,
-        max_running_requests=rows,
-        mem_fraction_static=settings.mem_fraction_static,
-    )
+        max_total_num_tokens=tokens, max_running_requests=rows, mem_fraction_static=settings.mem_fraction_static, **both
+    )  # fmt: skip
 
 
 def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_model, is_dsv4_model, req_to_token_pool):
     """AROUND the making of the KV pool: make a FreeKVPool, with a row for every request that SGLang may run.
 
-    If some layers have linear attention, SGLang expects a pool that wraps it, and that knows the states beside the requests' rows.
+    If some layers have linear attention or a sliding window, SGLang expects a pool that wraps it: one that knows the states beside the
+    requests' rows, or one that has the KV of window layers.
     """
     pool = FreeKVPool(
         config=config_of(configurator.server_args),
@@ -73,6 +76,8 @@ def build_kv_pool(original, configurator: KVCacheConfigurator, *, sizes, is_dsa_
         device=configurator.device,
         num_frames=configurator.model_config.freekv_frames,
     )
+    if pool.shape.layers.near:
+        return WindowedPool(pool, sizes.swa_max_total_num_tokens)
     if configurator.mambaish_config is None:
         return pool
     return beside_states(pool, configurator.mambaish_config.full_attention_layer_ids, req_to_token_pool.mamba_pool)
@@ -111,7 +116,11 @@ def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:
 
 
 def _sizing(configurator: KVCacheConfigurator) -> Sizing:
-    return Sizing(config_of(configurator.server_args), _kv_shape(configurator), configurator.model_config.context_len)
+    shape, longest, chunk = _kv_shape(configurator), configurator.model_config.context_len, 0
+    if shape.layers.near:
+        asked = resolved(configurator.server_args).chunked_prefill_size
+        chunk = asked if asked is not None and asked > 0 else longest
+    return Sizing(config_of(configurator.server_args), shape, longest, chunk)
 
 
 def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_freekv import releases
-from sglang_freekv.kv_pool import pool_of
+from sglang_freekv.kv_pool import full_allocator, pool_of
 from sglang_freekv.residency import NOBODY
 
 FIRST_TO_GIVE_WAY = 1 << 30  # numbers of requests without a row, above all rows: of two rows with equally many pages, the higher gives way
@@ -88,7 +88,8 @@ def _stays_whole(adder, req, pool, rows: Mapping[int, int], free: set[int]) -> b
 
 def _held_pages(allocator, tree) -> int:
     """Host pages that requests have, together: those that are neither free nor the prefix cache's to evict."""
-    return -(-(allocator.size - allocator.available_size() - tree.evictable_size()) // allocator.page_size)
+    full = full_allocator(allocator)
+    return -(-(full.size - full.available_size() - tree.evictable_size()) // full.page_size)
 
 
 def _longest_context(req, pool) -> int:

@@ -17,12 +17,14 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context
 
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
+from sglang_freekv.cpu_attention import WindowedAttention
 from sglang_freekv.kv_pool import FreeKVPool, pool_of
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.rehearsal import compile_all
 from sglang_freekv.residency import Residency
 from sglang_freekv.seeding import captured
+from sglang_freekv.windowed_pool import WindowedPool
 
 
 class FreeKVAttnBackend(AttentionBackend):
@@ -48,8 +50,7 @@ class FreeKVAttnBackend(AttentionBackend):
         layers = sorted(_attention_layers(model_runner.model), key=lambda layer: layer.layer_id)
         _check_layers(layers, pool)
         self.scales = [layer.scaling for layer in layers if layer.layer_id in pool.retrieval_index]
-        stock = "torch_native" if model_runner.device == "cpu" else "flashinfer"
-        self.dense: AttentionBackend = ATTENTION_BACKENDS[stock](model_runner)
+        self.dense = _stock_backend(model_runner)
         self.batch: DecodeBatch | None = None
         self.page_table: torch.Tensor | None = None
         self.frames: torch.Tensor | None = None
@@ -185,6 +186,13 @@ class FreeKVAttnBackend(AttentionBackend):
         return self.dense.support_triton()
 
 
+def _stock_backend(model_runner: ModelRunner) -> AttentionBackend:
+    """What computes dense and window layers."""
+    if model_runner.device == "cpu" and isinstance(model_runner.token_to_kv_pool, WindowedPool):
+        return WindowedAttention(model_runner)
+    return ATTENTION_BACKENDS["torch_native" if model_runner.device == "cpu" else "flashinfer"](model_runner)
+
+
 def _attention_layers(model: torch.nn.Module) -> Iterator[RadixAttention]:
     """Attention layers among the model's modules, and those that SGLang's Transformers backend keeps in ``attention_instances``."""
     beside = getattr(model, "attention_instances", None) or {}
@@ -212,11 +220,11 @@ def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:
         Refusal: a layer has no attention or several, or one that ``_check_layer`` refuses.
     """
     numbers = sorted(layer.layer_id for layer in layers)
-    expected = sorted(pool.shape.layers.numbers(LayerKind.RETRIEVAL) + pool.shape.layers.numbers(LayerKind.DENSE))
+    expected = [layer for layer, kind in enumerate(pool.shape.layers.kinds) if kind is not LayerKind.STATELESS]
     if numbers != expected:
         wrong = sorted(set(numbers) ^ set(expected)) or sorted({number for number in numbers if numbers.count(number) > 1})
         raise Refusal(
-            f"--kv-retrieval: expected one attention in each of the {len(expected)} layers that attend to the whole context, but layer "
+            f"--kv-retrieval: expected one attention in each of the {len(expected)} layers with KV, but layer "
             f"{wrong[0]} has {numbers.count(wrong[0])}; use --kv-retrieval none"
         )
     for layer in layers:
@@ -226,11 +234,12 @@ def _check_layers(layers: list[RadixAttention], pool: FreeKVPool) -> None:
 def _check_layer(layer: RadixAttention, shape: KVShape) -> None:
     """Raise Refusal for an attention layer whose semantics the retrieval engine does not have."""
     found, expected = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim), (shape.query_heads, shape.kv_heads, shape.head_dim)
+    has_window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
     unlike = {
         f"{found[0]} query heads, {found[1]} kv heads and a head_dim of {found[2]} where others have {expected}": found != expected,
         "cross-attention": layer.is_cross_attention,
         "encoder attention": layer.attn_type == AttentionType.ENCODER_ONLY,
-        "sliding-window attention": layer.sliding_window_size is not None and layer.sliding_window_size > -1,
+        f"{'' if has_window else 'no '}sliding-window attention": has_window != (shape.layers.kinds[layer.layer_id] is LayerKind.WINDOW),
         "logit soft-capping": layer.logit_cap > 0,
         "keys and values of different width": layer.qk_head_dim != layer.v_head_dim,
     }

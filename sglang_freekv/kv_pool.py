@@ -33,6 +33,11 @@ def pool_of(kv_cache) -> FreeKVPool:
     return getattr(kv_cache, "full_kv_pool", kv_cache)
 
 
+def full_allocator(allocator):
+    """The page allocator of host pages: ``allocator``, which SGLang has, or what hands out those of full layers within it."""
+    return getattr(allocator, "full_attn_allocator", allocator)
+
+
 class FreeKVPool(MHATokenToKVPool):
     """Stock buffers on the device for dense layers, and a ``Retrieval`` engine for retrieval layers.
 

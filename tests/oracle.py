@@ -209,14 +209,35 @@ def similarity(query: torch.Tensor, previous: torch.Tensor) -> list[float]:
     return F.cosine_similarity(query.float(), previous.float(), dim=-1).mean(dim=-1).tolist()
 
 
-def attend_to_pages(attended: list[list[int]], query, keys, values, page: int, scaling: float) -> torch.Tensor:
-    """Attention of each kv head's group over its pages: query [H, G, D], keys and values [H, n, D] -> [H * G, 1, D]."""
+def attend_to_pages(
+    attended: list[list[int]], query, keys, values, page: int, scaling: float, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of each kv head's group over its pages: query [H, G, D], keys and values [H, n, D], sinks [H * G] -> [H * G, 1, D]."""
     n, outputs = keys.shape[1], []
     for head, pages in enumerate(attended):
         tokens = [token for j in pages for token in range(j * page, min((j + 1) * page, n))]
-        weights = (query[head].float() @ keys[head, tokens].float().T * scaling).softmax(dim=-1)
+        logits = query[head].float() @ keys[head, tokens].float().T * scaling
+        weights = softmax_with(None if sinks is None else sinks.view(len(keys), -1)[head, :, None], logits)
         outputs.append(weights @ values[head, tokens].float())
     return torch.cat(outputs)[:, None].to(query.dtype)
+
+
+def softmax_with(sinks: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension of [..., n], in which sinks [..., 1] take part, too: they have weight, and no value."""
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    return torch.cat((logits, sinks.float()), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def attend_causally(query, keys, values, scaling: float, window: int | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention of the last T of n tokens to the ``window`` tokens that end with their own, None is all before: as ``Generation.attend``."""
+    group, places = len(query) // len(keys), torch.arange(keys.shape[1])
+    own = places[keys.shape[1] - query.shape[1] :, None]
+    hidden = (places > own) | (places <= own - (window or len(places)))
+    keys, values = (x.repeat_interleave(group, dim=0).float() for x in (keys, values))
+    logits = (query.float() @ keys.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf"))
+    weights = softmax_with(None if sinks is None else sinks[:, None, None].expand(-1, query.shape[1], 1), logits)
+    return (weights @ values).to(query.dtype)
 
 
 def decode_step(query, keys, previous, speculative: list[Selection], settings: OracleSettings, scaling: float | None = None) -> LayerStep:
@@ -253,21 +274,26 @@ class Generation:
     speculative: dict[int, list[Selection]] = field(default_factory=dict)  # layer -> per kv head
     step: list[LayerStep] = field(default_factory=list)
 
-    def attend(self, layer: int, query, keys, values, scaling: float, prefill: bool) -> torch.Tensor:
-        """Attention of the last T of n tokens: query [Hq, T, D], keys and values [H, n, D] -> [Hq, T, D]."""
+    def attend(self, layer: int, query, keys, values, scaling: float, prefill: bool, window=None, sinks=None) -> torch.Tensor:
+        """Attention of the last T of n tokens: query [Hq, T, D], keys and values [H, n, D], learned sinks [Hq] -> [Hq, T, D].
+
+        A layer with a ``window`` attends to as many tokens, and is no retrieval layer.
+        """
         settings, (heads, n, dim) = self.settings, keys.shape
-        retrieval = settings is not None and layer not in settings.dense_layers
+        retrieval = settings is not None and window is None and layer not in settings.dense_layers
         last_query = query[:, -1].reshape(heads, -1, dim)
         if retrieval and not prefill:
             held = self.previous[layer], self.speculative[layer]
             step = decode_step(last_query, keys, *held, settings.of_layer(layer), scaling)
             self.previous[layer], self.speculative[layer] = carry(last_query, keys, *held, step, settings, scaling)
-            output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling)
+            output = attend_to_pages(step.attended, last_query, keys, values, settings.page, scaling, sinks)
         else:
             step = LayerStep.dense(heads, page_count(n, settings.page) if settings else 0)
-            output = F.scaled_dot_product_attention(
-                query[None], keys[None], values[None], is_causal=prefill, scale=scaling, enable_gqa=True
-            )[0]
+            if window is None and sinks is None:
+                batch = query[None], keys[None], values[None]
+                output = F.scaled_dot_product_attention(*batch, is_causal=prefill, scale=scaling, enable_gqa=True)[0]
+            else:
+                output = attend_causally(query, keys, values, scaling, window, sinks)
         if retrieval and prefill:
             self.previous[layer], self.speculative[layer] = last_query, select(last_query, keys, n + 1, settings, scaling)
         expected = self.layers[len(self.step)]
@@ -278,10 +304,10 @@ class Generation:
 
 def oracle_attention(module, query, key, value, attention_mask, scaling, generation: Generation, prefill, **kwargs):
     """Attention function of the transformers registry: query [1, Hq, T, D], key and value [1, H, n, D]."""
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} = {kwargs[name]}: expected None; the oracle knows plain full attention only")
-    output = generation.attend(module.layer_idx, query[0], key[0], value[0], scaling, prefill)
+    if kwargs.get("softcap") is not None:
+        raise ValueError(f"softcap = {kwargs['softcap']}: expected None; the oracle caps no logits")
+    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    output = generation.attend(module.layer_idx, query[0], key[0], value[0], scaling, prefill, window, sinks)
     return output.transpose(0, 1)[None], None
 
 

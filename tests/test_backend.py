@@ -46,9 +46,7 @@ HYBRID = SimpleNamespace(shape=replace(SHAPE, layers=LayerTable((STATELESS, RETR
 def test_layers_without_kv_have_no_attention():
     _check_layers([attention(3), attention(1)], HYBRID)
     for layers, wrong in (((1,), "layer 3 has 0"), ((0, 1, 3), "layer 0 has 1")):
-        with pytest.raises(
-            Refusal, match=f"in each of the 2 layers that attend to the whole context, but {wrong}; use --kv-retrieval none"
-        ):
+        with pytest.raises(Refusal, match=f"in each of the 2 layers with KV, but {wrong}; use --kv-retrieval none"):
             _check_layers(list(map(attention, layers)), HYBRID)
 
 
@@ -71,7 +69,7 @@ def test_attention_that_is_kept_beside_the_modules_is_found():
     ],
 )
 def test_a_layer_without_attention_is_refused_for_its_neighbour_would_get_another_s_prefix(layers, wrong):
-    with pytest.raises(Refusal, match=f"in each of the 4 layers that attend to the whole context, but {wrong}; use --kv-retrieval none"):
+    with pytest.raises(Refusal, match=f"in each of the 4 layers with KV, but {wrong}; use --kv-retrieval none"):
         check(model_of(*map(attention, layers)))
 
 

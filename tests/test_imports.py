@@ -19,14 +19,14 @@ LAYERS = (  # a module imports from its own line and from those above
     ("engine", "decode_step", "retrieval"),
     ("rehearsal",),
     ("releases",),
-    ("kv_pool",),
+    ("kv_pool", "windowed_pool", "cpu_attention"),
     ("backend",),
     ("scheduler_patch",),
     ("plugin",),
     ("launch",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-USES_SGLANG = {"kv_pool", "backend", "scheduler_patch", "plugin", "launch"}
+USES_SGLANG = {"kv_pool", "windowed_pool", "cpu_attention", "backend", "scheduler_patch", "plugin", "launch"}
 
 FILES = sorted(ROOT.glob("sglang_freekv/*.py"))
 FILES += sorted(file for name in RANK for folder in (name, f"sglang_freekv/{name}") for file in ROOT.glob(f"{folder}/*.py"))

@@ -252,11 +252,22 @@ def test_stop_token_ends_the_result_and_settings_do_not_leak():
     assert stopped.tokens == result.tokens[: result.tokens.index(result.tokens[2]) + 1]
 
 
-def test_sliding_window_is_refused():
-    model = tiny_model("mistral-mqa")
-    model.config.sliding_window = 16
-    with pytest.raises(ValueError, match="sliding_window = 16"):
-        Oracle(model).generate([1, 2, 3], 1)
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:5]], ids=["beyond the window", "within it"])
+def test_windows_and_learned_sinks_are_those_of_transformers(prompt):
+    granite_swa = pytest.importorskip("transformers.models.granite_swa")
+    turns = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16, "num_hidden_layers": 4, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(granite_swa.GraniteSWAConfig(**turns, **heads), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (2.0 if name.endswith("sinks") else 0.2))
+    model.set_attn_implementation("eager")
+    model.generation_config.update(eos_token_id=None, output_logits=True, return_dict_in_generate=True)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert_equals_transformers(
+        Oracle(model.eval()).generate(prompt, 8), expected.sequences[0, len(prompt) :].tolist(), torch.cat(expected.logits)
+    )
 
 
 FILLERS = (

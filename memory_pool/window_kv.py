@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WindowKV: how many tokens the pool of window layers needs, which is SGLang's and on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENDS_PER_ROW = 4  # ends of prefixes that the radix tree remembers beside each running request: where a hit may end
+MAPPING_BYTES = 8  # of SGLang's table from a token of full layers to its token of window layers
+
+
+@dataclass(frozen=True)
+class WindowKV:
+    """The KV of sliding-window layers.
+
+    Args:
+        window: tokens that a query sees before its own, at most.
+        layers: window layers.
+        chunk: tokens of a prefill at most. SGLang frees those that leave the window a chunk later, and launches the next before.
+        page_size: of all pools.
+        token_bytes: of one token in one layer.
+    """
+
+    window: int
+    layers: int
+    chunk: int
+    page_size: int
+    token_bytes: int
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a running request, and of ends of prefixes that the tree keeps: each a window, the page it begins in, and a page."""
+        end = self._whole(self.window) + self.page_size
+        return (1 + ENDS_PER_ROW) * end + 2 * self.page_size
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that prefills take for a while: two chunks and a page."""
+        return 2 * self._whole(self.chunk) + self.page_size
+
+    def tokens(self, rows: int) -> int:
+        """Tokens of the pool, for ``rows`` running requests."""
+        return rows * self.row_tokens + self.shared_tokens
+
+    def bytes_of(self, tokens: int) -> int:
+        return tokens * self.layers * self.token_bytes
+
+    def _whole(self, tokens: int) -> int:
+        return -(-tokens // self.page_size) * self.page_size
