@@ -13,6 +13,7 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang.srt.environ import envs
 
 from sglang_freekv import releases
+from sglang_freekv.architectures import TESTED_WITH_IMAGES
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
@@ -77,8 +78,12 @@ MODEL_RULES = (
         "its keys and values differ in width ({m.head_dim} and {m.v_head_dim})",
     ),
     Rule(
-        lambda m, a: m.is_multimodal,
-        "it reads images or sound, which has not been tested with KV retrieval (text-only checkpoints are served)",
+        lambda m, a: m.is_multimodal and m.hf_config.architectures[0] not in TESTED_WITH_IMAGES,
+        f"it reads images or sound, and of such models only {', '.join(sorted(TESTED_WITH_IMAGES))} have been tested with KV retrieval",
+    ),
+    Rule(
+        lambda m, a: m.is_multimodal and m.hf_config.architectures[0] in TESTED_WITH_IMAGES and not releases.has("tree paths"),
+        "it reads images, and has been tested with SGLang 0.5.23 alone",
     ),
     Rule(lambda m, a: not m.is_generation, "it does not generate text, so there is nothing to retrieve"),
 )

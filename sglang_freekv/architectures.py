@@ -10,14 +10,20 @@ TESTED_ARCHITECTURES = frozenset(
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
+        "Mistral3ForConditionalGeneration",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
+        "Qwen3VLForConditionalGeneration",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
         "SeedOssForCausalLM",
     }
 )
-"""Names from ``architectures`` in config.json. tests/e2e/test_families.py compares the tokens of these models with the oracle's."""
+"""Names from ``architectures`` in config.json. tests/e2e/test_families.py and test_vision.py compare the tokens of these models with the
+oracle's."""
+TESTED_WITH_IMAGES = frozenset(name for name in TESTED_ARCHITECTURES if name.endswith("ForConditionalGeneration"))
+"""Those of them that read images."""

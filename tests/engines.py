@@ -18,20 +18,24 @@ import torch
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 
-def run_all(jobs: dict[str, dict[str, Any]], directory: Path) -> dict[str, list[dict]]:
+def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[str, str] | None = None) -> dict[str, list[dict]]:
     """Serve all jobs, and return the answers of each, in the order of its prompts.
 
     Args:
         jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``; and
-            ``has_states`` if the model has linear attention.
+            ``has_states`` if the model has linear attention. In place of the prompts there may be ``requests``, keyword arguments of
+            ``Engine.generate``, which are answered one after the other.
         directory: for the log and the answers of each job.
+        environment: variables for all of them.
 
     Raises:
         RuntimeError: an engine failed; with the end of its log.
     """
     file = directory / "jobs.json"
     file.write_text(json.dumps(jobs))
-    subprocess.run([sys.executable, "-P", __file__, str(file)], env=os.environ | cpu_environment(), check=True, timeout=1800)
+    subprocess.run(
+        [sys.executable, "-P", __file__, str(file)], env=os.environ | cpu_environment() | (environment or {}), check=True, timeout=1800
+    )
     for name in jobs:
         if not (directory / f"{name}.json").exists():
             raise RuntimeError(f"{name}: the engine failed\n" + (directory / f"{name}.log").read_text(errors="replace")[-4000:])
@@ -46,7 +50,11 @@ def serve(job: dict[str, Any], answers: Path) -> None:
         serve_states("kv_retrieval" in job["engine"])
     engine = sglang.Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
-    answers.write_text(json.dumps(engine.generate(input_ids=job["prompts"], sampling_params=sampling)))
+    if "requests" in job:
+        found = [engine.generate(**request, sampling_params=sampling) for request in job["requests"]]
+    else:
+        found = engine.generate(input_ids=job["prompts"], sampling_params=sampling)
+    answers.write_text(json.dumps(found))
     engine.shutdown()
 
 

@@ -17,13 +17,20 @@ Letters: H kv heads, G group (query heads of a kv head), D head_dim, P pages, S 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 
 @dataclass(frozen=True)
@@ -323,10 +330,12 @@ class Oracle:
 
     def __init__(self, model: str | Path | PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
         if not isinstance(model, PreTrainedModel):
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        model.set_attn_implementation("freekv_oracle")
+            sees = hasattr(AutoConfig.from_pretrained(model), "vision_config")
+            model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(model, dtype=dtype)
+        text = model.config.get_text_config()
+        model.set_attn_implementation("freekv_oracle" if text is model.config else {"text_config": "freekv_oracle"})
         self.model = model.eval()
-        kinds = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
+        kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
         self.layers = [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
     @torch.no_grad()
@@ -336,14 +345,21 @@ class Oracle:
         max_new_tokens: int,
         settings: OracleSettings | None = None,
         stop_token_ids: Collection[int] = (),
+        seen: Mapping[str, torch.Tensor] | None = None,
     ) -> OracleResult:
-        """Continue ``input_ids`` greedily; settings None is dense. A stop token ends the result and is part of it."""
-        generation, cache = Generation(settings, self.layers), DynamicCache(config=self.model.config)
+        """Continue ``input_ids`` greedily; settings None is dense. A stop token ends the result and is part of it.
+
+        What is ``seen`` are the model's arguments for the images of the prompt.
+        """
+        generation, cache = Generation(settings, self.layers), DynamicCache(config=self.model.config.get_text_config())
         tokens, logits, steps = [], [], []
+        if hasattr(self.model.model, "rope_deltas"):
+            self.model.model.rope_deltas = None  # of the images of the prompt before
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_token_ids):
             fed = torch.tensor([tokens[-1:] or list(input_ids)], device=self.model.device)
             generation.step = []
-            output = self.model(fed, past_key_values=cache, logits_to_keep=1, generation=generation, prefill=not tokens)
+            more = (seen or {}) if not tokens else {}
+            output = self.model(fed, past_key_values=cache, logits_to_keep=1, generation=generation, prefill=not tokens, **more)
             steps.append(generation.step)
             logits.append(output.logits[0, -1].float().cpu())
             tokens.append(int(logits[-1].argmax()))

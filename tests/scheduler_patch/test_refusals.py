@@ -185,8 +185,12 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
         "it mixes 2 full attention layers with 6 that attend to chunks of 512 tokens, and full layers beside others are not served yet; ",
     ),
     "lfm2": ("Lfm2ForCausalLM", {}, "it mixes full attention with Mamba, convolution or linear attention layers, and "),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", {}, "it reads images or sound, which has not been tested with KV retrieval"),
-    "mistral3": ("Mistral3ForConditionalGeneration", {}, "it reads images or sound, which has not been tested with KV retrieval"),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {},
+        "it reads images or sound, and of such models only Mistral3ForCausalLM, ",
+    ),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", {}, "it reads images or sound, and of such models only"),
     "deepseek_v32": ("DeepseekV32ForCausalLM", {}, "its latent attention (MLA)"),
 }
 SERVED = {
@@ -223,6 +227,11 @@ HYBRID_VALUES = {  # flags, with a model of which layers 3 and 7 have full atten
 }
 HYBRID_FINE = (), ("--page-size", "16"), ("--page-size", "128"), ("--disable-radix-cache",), ("--freekv-dense-layers", "3")
 HYBRIDS_FINE = tuple(HYBRIDS)
+SEEING = {
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
 if not releases.has("tree paths"):
     untested = "--kv-retrieval freekv does not serve Qwen3NextForCausalLM: its gated delta nets have been tested with SGLang 0.5.23 alone; "
     HYBRIDS, HYBRID_VALUES, HYBRID_FINE, HYBRIDS_FINE = {"qwen3_next": HYBRIDS["qwen3_next"]}, {(): untested}, (), ()
@@ -240,7 +249,7 @@ def models(tmp_path_factory):
     for name, change in changes.items():
         (directory / name).mkdir()
         (directory / name / "config.json").write_text(json.dumps(NEEDLE_CONFIG | change))
-    for kind, (architecture, change, _) in FAMILIES.items():
+    for kind, (architecture, change, _) in (FAMILIES | {kind: (name, {}, None) for kind, name in SEEING.items()}).items():
         config = AutoConfig.for_model(kind, **{"num_hidden_layers": LAYERS} | change)
         config.architectures = [architecture]
         config.save_pretrained(directory / kind)
@@ -249,7 +258,7 @@ def models(tmp_path_factory):
         file = directory / kind / "config.json"
         file.parent.mkdir()
         file.write_text(json.dumps(config.to_dict() | {"architectures": [architecture], "full_attention_interval": 4}))
-    return {name: directory / name for name in (*changes, *FAMILIES, *HYBRIDS)}
+    return {name: directory / name for name in (*changes, *FAMILIES, *SEEING, *HYBRIDS)}
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +334,14 @@ def test_model(refusal, name):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_family(refusal, kind):
     assert f"ForCausalLM: {FAMILIES[kind][2]}" in refusal(f"model {kind}").replace("ConditionalGeneration", "CausalLM")
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_models_that_read_images_are_served_where_servers_ran_with_them(facts, refusal, kind):
+    if releases.has("tree paths"):
+        assert facts["outcomes"][f"model {kind}"].get("config"), facts["outcomes"][f"model {kind}"]
+    else:
+        assert "it reads images, and has been tested with SGLang 0.5.23 alone; " in refusal(f"model {kind}")
 
 
 def test_states_are_served_where_servers_ran_with_them(monkeypatch):

@@ -1,0 +1,141 @@
+"""Tiny random-weight models that read images, each with a tokenizer of bytes, and prompts with an image of random pixels."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+VOCABULARY, LAYERS, WIDTH = 512, 4, 64
+TEXT = dict(
+    vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS, max_position_embeddings=8192,
+    num_key_value_heads=2, rms_norm_eps=1e-6, tie_word_embeddings=False,
+) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # fmt: skip
+SECTIONS = {"mrope_section": [4, 2, 2]}  # frequencies that turn by time, height and width
+
+
+def rope(**others) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6} | others}
+
+
+def qwen_images(patch: int) -> Qwen2VLImageProcessor:
+    return Qwen2VLImageProcessor(patch_size=patch, size={"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 64 * (2 * patch) ** 2})
+
+
+def qwen3_processor(tokenizer, **others):
+    return Qwen3VLProcessor(qwen_images(16), tokenizer, Qwen3VLVideoProcessor(patch_size=16), **others)
+
+
+def qwen2_processor(tokenizer, **others):
+    return Qwen2_5_VLProcessor(qwen_images(14), tokenizer, Qwen2VLVideoProcessor(patch_size=14), **others)
+
+
+def pixtral_processor(tokenizer, **others):
+    images = PixtralImageProcessor(patch_size=14, size={"longest_edge": 280})
+    return PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2, **others)
+
+
+class Family(NamedTuple):
+    """A model type of transformers that reads images.
+
+    Args:
+        text, vision: fields of the two parts of its config.
+        tokens: its special tokens by the name of their field in the config; None is in none.
+        picture: what stands for an image in a prompt.
+        processor: makes the one that published checkpoints have, of a tokenizer.
+        more: other fields of its config.
+    """
+
+    kind: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    tokens: dict[str | None, str]
+    picture: str
+    processor: Callable
+    more: dict[str, Any] = {}
+
+
+QWEN_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
+QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN3_VISION = dict(
+    depth=3, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=16, out_hidden_size=WIDTH, num_position_embeddings=64,
+    deepstack_visual_indexes=[0, 1],
+)  # fmt: skip
+QWEN3_TEXT = {"num_attention_heads": 6, "head_dim": 16} | rope(mrope_interleaved=True, **SECTIONS)
+FAMILIES = {
+    "qwen3-vl": Family("qwen3_vl", QWEN3_TEXT, QWEN3_VISION, QWEN_TOKENS, QWEN_PICTURE, qwen3_processor),
+    "qwen2.5-vl": Family(
+        "qwen2_5_vl", {"num_attention_heads": 4} | rope(**SECTIONS),
+        dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=WIDTH, fullatt_block_indexes=[1], window_size=56),
+        QWEN_TOKENS, QWEN_PICTURE, qwen2_processor,
+    ),
+    "mistral-small-3.2": Family(
+        "mistral3", {"model_type": "mistral", "num_attention_heads": 8, "head_dim": 16, "sliding_window": None} | rope(),
+        dict(model_type="pixtral", num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, patch_size=14, image_size=280),
+        {"image_token_index": "[IMG]", None: "[IMG_BREAK]", "": "[IMG_END]"}, "[IMG]", pixtral_processor, {"vision_feature_layer": -1},
+    ),
+}  # fmt: skip
+
+
+def make_tokenizer(special: list[str]) -> PreTrainedTokenizerFast:
+    """A token for each byte, and for each of ``special``."""
+    bytes_alone = models.BPE(vocab={letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    tokenizer = Tokenizer(bytes_alone)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1])
+
+
+def make_model(family: Family, path: Path) -> None:
+    """Write a checkpoint of the family, with its processor."""
+    tokenizer = make_tokenizer(["<eos>", "<pad>", *family.tokens.values()])
+    family.processor(tokenizer, chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}").save_pretrained(path)
+    numbers = {name: tokenizer.convert_tokens_to_ids(token) for name, token in family.tokens.items() if name}
+    fields = {"text_config": TEXT | family.text, "vision_config": family.vision, "tie_word_embeddings": False} | numbers | family.more
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family.kind, **fields), dtype=torch.float32)
+    with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
+        for name, parameter in model.named_parameters():
+            parameter.add_(
+                torch.randn_like(parameter) * (0.2 if "visual" in name or "vision" in name else 0.3 if parameter.ndim < 2 else 0.4)
+            )
+    model.save_pretrained(path)
+
+
+def picture(seed: int, width: int = 192, height: int = 128) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image) -> str:
+    """As the OpenAI API takes it."""
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
+
+
+def inputs(path: Path, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """What transformers' model takes for a prompt."""
+    return dict(AutoProcessor.from_pretrained(path)(text=[text], images=images or None, return_tensors="pt"))
