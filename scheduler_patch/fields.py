@@ -53,6 +53,7 @@ OF_SGLANG = {  # fields that only SGLang's processes and disaggregated servers s
     ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank"),
     "this server is not disaggregated",
 )  # fmt: skip
+NOT_TESTED = ("video_data", "audio_data")  # of what models read
 
 
 def refuse_unanswered(manager, obj, request=None) -> None:
@@ -83,6 +84,9 @@ def normalize(original: Callable, obj) -> None:
         for name, reason in OF_SGLANG.items():
             if isinstance(getattr(obj, name, None), JSON_TYPES):
                 raise ValueError(f"{name}: expected none, because {reason}; leave it out")
+        for name in NOT_TESTED:
+            if any(each is not None for each in _leaves(getattr(obj, name, None))):
+                raise ValueError(f"{name}: expected none, because only images have been tested with KV retrieval; leave it out")
         asked = obj.sampling_params
         for params in asked if isinstance(asked, list) else [asked or {}]:
             _check_sampling(params)

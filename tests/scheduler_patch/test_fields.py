@@ -54,6 +54,7 @@ def test_a_bad_sampling_parameter_is_named(params, named):
     ({"rid": [5, 6], "input_ids": [[5], [6]]}, "rid: expected a string for each prompt"),
     ({"lora_path": ["a"], "input_ids": [[5], [6]]}, "cannot be read (IndexError"), ({"sampling_params": []}, "cannot be read (IndexError"),
     ({"input_ids": None, "input_embeds": [[]]}, "cannot be read (IndexError"),
+    ({"video_data": "a.mp4"}, "video_data: expected none, because only images"), ({"audio_data": [["a.wav"]]}, "audio_data: expected none"),
     *[({"token_indices_to_pool": [9]}, "in setwise scoring")] * hasattr(GenerateReqInput, "token_indices_to_pool"),
 ], ids=str)  # fmt: skip
 def test_a_bad_field_is_named(body, named):
@@ -67,6 +68,7 @@ def test_what_is_sound_passes():
     assert normalized(sampling_params={"stop_regex": [r"(?:[A-Za-z]+, ){0,99}[^a-c]{2,}$", "(?i)(?=end)|.{0,5000}"]}).is_single
     assert normalized(sampling_params={"n": 3, "top_k": -1, "stop_regex": [r"\d+"], "logit_bias": {"5": -100}}).batch_size == 1
     assert normalized(input_ids=[[5], [6]], rid=["a", "b"], priority=None)[1].rid == "b"
+    assert normalized(image_data="a.png", video_data=[None], audio_data=[]).is_single  # as the OpenAI endpoints make them
 
 
 def tokenized(input_ids=(5, 6, 7), input_embeds=None, **body):
