@@ -17,7 +17,7 @@ pytestmark = pytest.mark.two_servers  # a rank takes nearly what a server does
 both_releases = pytest.mark.both_releases
 
 RANKS, PAGE, LAYER, NEW_TOKENS = 2, 32, 3, 24
-ROWS, POOL = 4, 6400
+ROWS, POOL, TRIES = 4, 6400, 4
 FLAGS = freekv(256, canary="full", tau=2, resident_memory=0.01) | {
     "--tp-size": RANKS, "--max-running-requests": ROWS, "--max-total-tokens": POOL, "--chunked-prefill-size": 1024,
     "--schedule-conservativeness": 0.1,  # it lets in more than it can finish
@@ -104,8 +104,12 @@ def test_retracted_and_aborted_requests_leave_nothing_on_any_rank(server, questi
         wait_until(lambda: server.state()["rows_used"] == 1)
         server.open("/abort_request", {"rid": "left"}).close()
         assert left.result()["meta_info"]["finish_reason"]["type"] == "abort"
-    told = server.generate_all(long, 240, ROWS, ignore_eos=False, min_new_tokens=240)
-    assert [len(answer["output_ids"]) for answer in told] == [240] * ROWS
-    assert sum(answer["meta_info"]["num_retractions"] for answer in told) > 0
+    for _ in range(TRIES):
+        told = server.generate_all(long, 240, ROWS, ignore_eos=False, min_new_tokens=240)
+        assert [len(answer["output_ids"]) for answer in told] == [240] * ROWS
+        if sum(answer["meta_info"]["num_retractions"] for answer in told):
+            break  # under load one may begin so late that another has ended, and nobody is retracted
+    else:
+        pytest.fail(f"nobody was retracted in {TRIES} tries")
     assert server.flush()["host_pages_used"] == 0
     assert answers(server, questions) == expected
