@@ -145,7 +145,9 @@ def become(env: dict[str, str], arguments: Sequence[str], directory: str) -> Non
     sys.argv[:] = arguments
     sys.modules["__main__"] = types.ModuleType("__main__")
     theirs = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [directory, *theirs, *(path for path in sys.path if path not in theirs)]
+    own = [path for path in sys.path if path not in theirs]
+    library = next((place for place, path in enumerate(own) if path.endswith(".zip")), 0)  # what .pth files put first stays first
+    sys.path[:] = [directory, *own[:library], *theirs, *own[library:]]
     sys.modules["numpy"].random.seed()  # Python's own generator does so by itself
 
 
