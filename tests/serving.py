@@ -63,7 +63,7 @@ class TestServer(Server):
     __test__ = False
 
     def __init__(self, flags: dict, log: Path, env: dict[str, str] | None = None, forked: bool = not torch.cuda.is_available()) -> None:
-        if "--kv-retrieval" not in flags:
+        if "--kv-retrieval" not in flags and flags.get("--device", DEFAULTS["--device"]) == "cpu":
             env = cpu_environment() | (env or {})
         flags = DEFAULTS | (RECALLING if flags.get("--kv-retrieval", "none") != "none" else {}) | flags
         given = {name: value for name, value in flags.items() if value is not None}
