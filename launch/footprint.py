@@ -96,9 +96,10 @@ class Footprint:
         return self.recalled.missed * config.pages.selected * config.page_size * self.sizing.host_bytes_per_token
 
     def device_bytes(self, requests: int) -> float:
-        """Device bytes of ``requests`` at once, including the row of padding and the staging buffers."""
-        tokens = requests * self.tokens * self.sizing.device_bytes_per_token
-        return tokens + self.row_bytes(requests) + self.sizing.staging_bytes + self.state_bytes(requests)
+        """Device bytes of ``requests`` at once, including the row of padding, the staging buffers, and prefills of window layers."""
+        sizing = self.sizing
+        tokens = requests * self.tokens * sizing.device_bytes_per_token
+        return tokens + self.row_bytes(requests) + sizing.staging_bytes + sizing.shared_window_bytes + self.state_bytes(requests)
 
     def state_bytes(self, requests: int) -> int:
         """Device bytes of the states of ``requests``, of as many again for the prefix cache, and of padding."""

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from sglang_freekv.config import GIB
 from sglang_freekv.launch.finding import size
 from sglang_freekv.launch.machine import Machine
 from sglang_freekv.launch.question import Question
+
+CHUNKS = (2048, 20), (4096, 60), (8192, 160), (16384, inf)  # SGLang's default tokens of a prefill, on devices with less than so many GiB
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,13 @@ class Hardware:
             device, name, gpu.count if on_gpu else 0, gpu.memory_bytes[0] if on_gpu else None, machine.available_bytes, link, "measured"
         )
         return found if question.link is None else replace(found, link=question.link, origin="given")
+
+    @property
+    def chunk(self) -> int:
+        """SGLang's default tokens of a prefill. On a CPU host memory serves as the device; unknown memory counts as an H100's."""
+        found = self.gpu_bytes if self.device == "cuda" else self.host_bytes
+        memory = 80 * GIB if found is None else found
+        return next(tokens for tokens, gib in CHUNKS if memory < gib * GIB)
 
     def __str__(self) -> str:
         host = "host memory that was not given" if self.host_bytes is None else f"{size(self.host_bytes)} of host memory"

@@ -54,7 +54,8 @@ class Plan:
 
     @cached_property
     def footprint(self) -> Footprint:
-        sizing = Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len)
+        chunk = self.question.server.chunked_prefill_size or self.hardware.chunk
+        sizing = Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len, chunk)
         return Footprint(sizing, self.model.slot_bytes(self.ranks))
 
     # ---- memory that a rank has

@@ -155,7 +155,11 @@ def _tiers(plan: Plan, count: int) -> Iterator[Tier]:
     yield Tier(f"weights{each}", None, None, weights, None)
     for name, token_bytes in (("digests", cost.digest_token_bytes), ("dense layers", cost.dense_token_bytes)):
         yield Tier(f"{name}{each}", token_bytes, token_bytes * tokens, count * token_bytes * tokens, None)
-    yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, sizing.row_bytes, cost.row_bytes(count), None)
+    windows = sizing.row_window_bytes
+    cache = sizing.row_bytes - windows, cost.row_bytes(count) - (count + 1) * windows
+    yield Tier(f"device cache{each} ({config.cache_tokens} tokens)", None, *cache, None)
+    if windows:
+        yield Tier(f"window layers{each}", None, windows, (count + 1) * windows + sizing.shared_window_bytes, None)
     if cost.slot_bytes:
         states = cost.state_bytes(count)
         yield Tier(f"states of linear attention{each}", None, cost.state_bytes(1) - cost.state_bytes(0), states, None)
@@ -178,8 +182,9 @@ def _facts(plan: Plan) -> Iterator[Finding]:
     model, config = plan.model, plan.config
     shape = model.kv_shape(config)
     dtype = str(model.dtype).removeprefix("torch.")
+    windows = f", {shape.layers.near} window" if shape.layers.near else ""
     value = (
-        f"{model.name}, {shape.retrieval_layers} retrieved and {shape.dense_layers} dense layers, {shape.query_heads} query heads, "
+        f"{model.name}, {shape.retrieval_layers} retrieved{windows} and {shape.dense_layers} dense layers, {shape.query_heads} query heads, "
         f"{shape.kv_heads} kv heads of {shape.head_dim}, {dtype}, context {model.context_len}"
     )
     names = ("retrieval_layers", "dense_layers", "kv_heads", "query_heads", "head_dim", "digest_elements", "element_bytes")

@@ -66,7 +66,7 @@ class Sizing:
         config: budget, device cache, page size and canary.
         shape: KV of this rank.
         context_len: longest context, in tokens.
-        chunk: tokens of a prefill at most, if there are window layers.
+        chunk: tokens of a prefill at most; below 1 are all of the context.
     """
 
     config: FreeKVConfig
@@ -79,7 +79,8 @@ class Sizing:
         """What SGLang's pool of window layers needs; None for a model without."""
         if not self.shape.layers.near:
             return None
-        return WindowKV(self.shape.window, self.shape.layers.near, self.chunk, self.config.page_size, self.shape.layer_token_bytes)
+        chunk = self.chunk if self.chunk > 0 else self.context_len
+        return WindowKV(self.shape.window, self.shape.layers.near, chunk, self.config.page_size, self.shape.layer_token_bytes)
 
     @property
     def host_bytes_per_token(self) -> int:
@@ -115,8 +116,7 @@ class Sizing:
         queries = shape.query_heads * shape.head_dim * shape.format.compute.itemsize
         pages = self.context_len // config.page_size
         scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the plan's scratch
-        window = 0 if self.window_kv is None else self.window_kv.bytes_of(self.window_kv.row_tokens)
-        return shape.retrieval_layers * (tables + misses + queries) + scores + 4 * self.context_len + window
+        return shape.retrieval_layers * (tables + misses + queries) + scores + 4 * self.context_len + self.row_window_bytes
 
     @property
     def promised_frames(self) -> int:
@@ -138,6 +138,11 @@ class Sizing:
     def staging_bytes(self) -> int:
         """Bytes of the two staging buffers, each for the keys and values of one longest context."""
         return 4 * self.context_len * self.shape.kv_heads * self.shape.head_dim * self.shape.format.compute.itemsize
+
+    @property
+    def row_window_bytes(self) -> int:
+        """Bytes of window layers in a row."""
+        return 0 if self.window_kv is None else self.window_kv.bytes_of(self.window_kv.row_tokens)
 
     @property
     def shared_window_bytes(self) -> int:

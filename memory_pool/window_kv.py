@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ENDS_PER_ROW = 4  # ends of prefixes that the radix tree remembers beside each running request: where a hit may end
+SLIDE = 128  # tokens by which SGLang lets a window grow before it frees them at once: its SGLANG_SWA_EVICTION_INTERVAL
 MAPPING_BYTES = 8  # of SGLang's table from a token of full layers to its token of window layers
 
 
@@ -29,9 +30,12 @@ class WindowKV:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a running request, and of ends of prefixes that the tree keeps: each a window, the page it begins in, and a page."""
+        """Tokens of a running request, and of ends of prefixes that the tree keeps: each a window, and the page it begins in.
+
+        A running request has those that are not freed yet, and a page that it begins, besides.
+        """
         end = self._whole(self.window) + self.page_size
-        return (1 + ENDS_PER_ROW) * end + 2 * self.page_size
+        return (1 + ENDS_PER_ROW) * end + self._whole(SLIDE) + self.page_size
 
     @property
     def shared_tokens(self) -> int:

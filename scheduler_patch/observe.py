@@ -26,7 +26,8 @@ class Observer:
     """
 
     def __init__(self, scheduler) -> None:
-        self.allocator = full_allocator(scheduler.token_to_kv_pool_allocator)
+        self.both = scheduler.token_to_kv_pool_allocator
+        self.allocator = full_allocator(self.both)
         self.rows = scheduler.req_to_token_pool
         self.pool = pool_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
@@ -61,6 +62,13 @@ class Observer:
             return {}
         slots = self.rows.mamba_allocator
         return {"used": slots.size - slots.available_size(), "total": slots.size, "bytes": int(self.rows.mamba_pool.get_kv_size_bytes())}
+
+    def windows(self) -> dict[str, int]:
+        """Tokens of SGLang's pool of window layers, and its bytes; nothing for a model without."""
+        if self.both is self.allocator:
+            return {}
+        total, num_bytes = self.both.size_swa, sum(self.both.get_kvcache().swa_kv_pool.get_kv_size_bytes())
+        return {"used": total - self.both.swa_available_size(), "total": total, "bytes": int(num_bytes)}
 
     def metrics(self) -> dict[str, float | dict[str, int]]:
         """The value of each of ``METRICS``; ``pool_bytes`` is a dict by pool."""
@@ -122,6 +130,8 @@ def describe(info: dict, scheduler) -> None:
     info["freekv"] = observer.pool.describe()
     if states := observer.states():
         info["freekv"] |= {"state_slots": states["total"], "state_bytes": states["bytes"]}
+    if windows := observer.windows():
+        info["freekv"] |= {"window_tokens": windows["total"], "window_bytes": windows["bytes"]}
 
 
 def internal_state(output, scheduler, recv_req) -> None:
@@ -134,6 +144,8 @@ def internal_state(output, scheduler, recv_req) -> None:
         state["canary"] = observer.quarantine.as_dict()
     if states := observer.states():
         state["states"] = states
+    if windows := observer.windows():
+        state["windows"] = windows
     if observer.pool.config.recall_timing:
         state["recall_timing"] = observer.pool.recall_times.as_dict()
     output.internal_state["freekv"] = state

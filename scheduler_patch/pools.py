@@ -116,11 +116,8 @@ def _kv_shape(configurator: KVCacheConfigurator) -> KVShape:
 
 
 def _sizing(configurator: KVCacheConfigurator) -> Sizing:
-    shape, longest, chunk = _kv_shape(configurator), configurator.model_config.context_len, 0
-    if shape.layers.near:
-        asked = resolved(configurator.server_args).chunked_prefill_size
-        chunk = asked if asked is not None and asked > 0 else longest
-    return Sizing(config_of(configurator.server_args), shape, longest, chunk)
+    config, chunk = config_of(configurator.server_args), resolved(configurator.server_args).chunked_prefill_size
+    return Sizing(config, _kv_shape(configurator), configurator.model_config.context_len, chunk or 0)
 
 
 def _budgets(configurator: KVCacheConfigurator, config: FreeKVConfig, pre_model_load_memory: int) -> tuple[int, int]:

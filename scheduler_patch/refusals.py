@@ -13,11 +13,12 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang.srt.environ import envs
 
 from sglang_freekv import releases
-from sglang_freekv.architectures import TESTED_WITH_IMAGES
+from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.memory_pool.window_kv import SLIDE
 from sglang_freekv.scheduler_patch import cpu
 from sglang_freekv.scheduler_patch.layer_kinds import gated_delta_nets, has_window, layer_table
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
@@ -61,16 +62,23 @@ MODEL_RULES = (
         "it attends to chunks of {m.attention_chunk_size} tokens and has nothing far to retrieve",
     ),
     Rule(
-        lambda m, a: has_window(m) and a.near and a.full,
+        lambda m, a: has_window(m) and a.near and a.full and not _tested_with_windows(m),
         "it mixes {a.full} full attention layers with {a.near} that attend to a sliding window of {m.sliding_window_size} tokens, and "
         + NOT_MIXED,
+    ),
+    Rule(
+        lambda m, a: _tested_with_windows(m) and not releases.has("tree paths"),
+        "its sliding-window layers have been tested with SGLang 0.5.23 alone",
     ),
     Rule(
         lambda m, a: has_window(m) and a.near and not a.full,
         "it attends to a sliding window of {m.sliding_window_size} tokens and has nothing far to retrieve",
     ),
     Rule(lambda m, a: m.is_hybrid_swa and not a.near, "SGLang keeps its KV in two pools, one of windowed layers, and FreeKV in one"),
-    Rule(lambda m, a: m.has_attention_sinks, "it has learned attention sinks, and no server has been tested with them"),
+    Rule(
+        lambda m, a: m.has_attention_sinks and not _tested_with_windows(m),
+        "it has learned attention sinks, and no server has been tested with them",
+    ),
     Rule(lambda m, a: getattr(m.hf_text_config, "attn_logit_softcapping", None), "it caps attention logits, and FreeKV does not"),
     Rule(lambda m, a: getattr(m.hf_config, "dual_chunk_attention_config", None), "its dual chunk attention needs its own backend"),
     Rule(
@@ -124,6 +132,23 @@ RESOLVED_RULES = (
         lambda s, m, c: s.cuda_graph_config and s.cuda_graph_config.prefill.backend not in ("breakable", "disabled"),  # the doctor has none
         "--kv-retrieval {c.method}: SGLang chooses --cuda-graph-backend-prefill {s.cuda_graph_config.prefill.backend} here, and FreeKV's "
         "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
+    ),
+    Rule(
+        lambda s, m, c: m.is_hybrid_swa and s.device != "cpu",
+        "--device {s.device}: this model's window layers have been tested with --device cpu alone; use it, " + OFF,
+    ),
+    Rule(
+        lambda s, m, c: m.is_hybrid_swa and s.tp_size > 1,
+        "--tp-size {s.tp_size}: this model's window layers have been tested on one rank alone; leave it out, " + OFF,
+    ),
+    Rule(
+        lambda s, m, c: m.is_hybrid_swa and c.canary != "off",
+        "--freekv-canary {c.canary}: the prefix cache of a model with window layers keeps KV of two kinds, and no test has had it forget pages; "
+        "use --freekv-canary off",
+    ),
+    Rule(
+        lambda s, m, c: m.is_hybrid_swa and envs.SGLANG_SWA_EVICTION_INTERVAL.get() > SLIDE,
+        "SGLANG_SWA_EVICTION_INTERVAL: expected at most {slide}, for which the pool of window layers has room; unset it",
     ),
     Rule(
         lambda s, m, c: s.page_size != c.page_size,
@@ -191,6 +216,7 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
         "dense": ",".join(map(str, config.dense_layers)),
         "full": _ranges(_full_layers(model)),
         "pages": LEAST_PAGES,
+        "slide": SLIDE,
         "least": LEAST_PAGES * config.page_size,
     }
     for rule in RESOLVED_RULES:
@@ -200,6 +226,11 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
         full = _full_layers(model)
         retrieval = [layer for layer in full if layer not in config.dense_layers]
         config.tau_by_layer.expect_model(model.hf_config.architectures[0], model.num_attention_layers, retrieval, full)
+
+
+def _tested_with_windows(model) -> bool:
+    """Whether servers of models with these full and window layers, and with their learned sinks, have been tested."""
+    return model.hf_config.architectures[0] in TESTED_WITH_WINDOWS and model.is_hybrid_swa
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:

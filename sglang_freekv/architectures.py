@@ -7,6 +7,7 @@ TESTED_ARCHITECTURES = frozenset(
     {
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
+        "GraniteSWAForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
@@ -27,3 +28,5 @@ TESTED_ARCHITECTURES = frozenset(
 oracle's."""
 TESTED_WITH_IMAGES = frozenset(name for name in TESTED_ARCHITECTURES if name.endswith("ForConditionalGeneration"))
 """Those of them that read images."""
+TESTED_WITH_WINDOWS = frozenset({"GraniteSWAForCausalLM"})
+"""Those with full and sliding-window layers in turns, which have been tested with SGLang 0.5.23 alone."""

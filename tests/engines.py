@@ -23,7 +23,7 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
 
     Args:
         jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``; and
-            ``has_states`` if the model has linear attention. In place of the prompts there may be ``requests``, keyword arguments of
+            ``has_states`` if the model has linear attention, ``has_windows`` if it has sliding-window layers beside full ones. In place of the prompts there may be ``requests``, keyword arguments of
             ``Engine.generate``, which are answered one after the other.
         directory: for the log and the answers of each job.
         environment: variables for all of them.
@@ -48,6 +48,8 @@ def serve(job: dict[str, Any], answers: Path) -> None:
 
     if job.get("has_states"):
         serve_states("kv_retrieval" in job["engine"])
+    if job.get("has_windows"):
+        serve_windows()
     engine = sglang.Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
     if "requests" in job:
@@ -68,6 +70,16 @@ def serve_states(retrieves: bool) -> None:
     hooks = [patch for patch in FRONT + SCHEDULER_ON_CPU if patch.hook.startswith("linear_attention:")]
     registry.apply(hooks)
     linear_attention._device.set("cpu")
+
+
+def serve_windows() -> None:
+    """Have stock SGLang attend on a CPU to its two pools of such models. Its own attention there knows no learned sinks, and reads the pool of
+    window layers by an index of the other."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_freekv.cpu_attention import WindowedAttention
+
+    ATTENTION_BACKENDS["torch_native"] = WindowedAttention
 
 
 def sums_of_squares(*parts: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,15 @@ HYBRIDS = {  # three gated delta nets, then gated attention
     "qwen3.5": Family("qwen3_5_text", 12, 2, LINEAR | EIGHT, EVERY),  # 27B has 24 and 4
     "qwen3.5-moe": Family("qwen3_5_moe_text", 16, 2, experts("num_experts", **SHARED) | LINEAR | EIGHT, EVERY),  # 35B-A3B
 }
+TURNS = ["sliding_attention", "full_attention"] * 3
+WINDOWED = {  # full and sliding-window layers in turns
+    "granite-swa": Family(  # learned sinks in all layers
+        "granite_swa",
+        4,
+        2,
+        {"num_hidden_layers": 6, "layer_types": TURNS, "sliding_window": 40, "attention_multiplier": 0.25},
+    ),
+}
 
 
 def make_model(family: Family, path: Path, **changes: int) -> None:
@@ -95,6 +104,9 @@ def make_model(family: Family, path: Path, **changes: int) -> None:
     with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.3))
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # SGLang has them in this type, and those of a trained model are of many sizes
+                parameter.copy_((torch.randn_like(parameter) * 2).bfloat16())
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.1)

@@ -347,6 +347,29 @@ def test_states_of_linear_attention_are_counted(ask, tmp_path, ranks):
     assert answer.code == 0 and answer.found["frames"].figures["rows"] == 4
 
 
+@pytest.mark.parametrize(
+    ("flags", "chunk"), [((), 16384), (("--chunked-prefill-size", 2048), 2048), (("--chunked-prefill-size", -1), 65536)]
+)
+def test_window_layers_are_counted(ask, tmp_path, flags, chunk):
+    """Every fourth of 40 layers sees all. A request has five windows, each with its page, 128 tokens that are not freed yet, and a page."""
+    types = (["sliding_attention"] * 3 + ["full_attention"]) * 10
+    config = AutoConfig.for_model(
+        "granite_swa", layer_types=types, num_hidden_layers=40, sliding_window=512, num_attention_heads=32, num_key_value_heads=8,
+        hidden_size=4096, intermediate_size=8192, max_position_embeddings=131072,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": ["GraniteSWAForCausalLM"]}))
+    machine = "--device", "cpu", "--host-memory", 512, "--weights-gib", 16, "--freekv-preset", "fast", *flags
+    answer = ask(None, "--model-path", tmp_path, *machine, "--requests", 4, "--context-length", 65536)
+    assert answer.code == 0, answer.err
+    row, token = 5 * (512 + 32) + 128 + 32, 30 * 2 * 8 * 128 * 2
+    windows, host, device = (answer.tiers[name] for name in ("window layers", "host pool", "device, all of these"))
+    assert (windows["per_request"], windows["all_requests"]) == (row * token, (5 * row + 2 * chunk + 32) * token)  # and one of padding
+    assert host["per_token"] == 10 * 2 * 8 * 128 * 2
+    assert device["per_request"] > windows["per_request"] + device["per_token"] * 65536
+    assert device["all_requests"] > 16 * GIB + windows["all_requests"]
+    assert ", 10 retrieved, 30 window and 0 dense layers, " in answer.found["model"].value
+
+
 def test_states_take_the_rows_of_a_small_gpu():
     """SGLang gives them 47% of what weights leave, and FreeKV has the rest."""
     sizing = Sizing(FreeKVConfig(), KVShape(LayerTable.uniform(12), 2, 16, 256, (2, 256), KVFormat.plain(torch.bfloat16)), 32768)

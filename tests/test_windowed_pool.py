@@ -80,11 +80,11 @@ def test_rows_and_tokens_pay_for_their_windows():
     with_windows, without = Sizing(CONFIG, shape, 1024, chunk=100), Sizing(CONFIG, plain, 1024)
     window_kv = with_windows.window_kv
     assert without.window_kv is None and window_kv == WindowKV(20, 2, 100, PAGE, shape.layer_token_bytes)
-    assert window_kv.row_tokens == 5 * (24 + 8) + 16 and window_kv.shared_tokens == 2 * 104 + 8
-    assert window_kv.tokens(3) == 3 * 176 + 216
+    assert window_kv.row_tokens == 5 * (24 + 8) + 128 + 8 and window_kv.shared_tokens == 2 * 104 + 8
+    assert window_kv.tokens(3) == 3 * 296 + 216
     rows, tokens = 3, 4096
     paid = with_windows.row_bytes - without.row_bytes, with_windows.device_bytes_per_token - without.device_bytes_per_token
-    assert paid == (window_kv.bytes_of(176), 8)
+    assert paid == (window_kv.bytes_of(296), 8)
     room = with_windows._left(GIB, tokens) - rows * paid[0]
     assert room == without._left(GIB, tokens) - 8 * tokens - window_kv.bytes_of(window_kv.tokens(rows))
 

@@ -26,7 +26,7 @@ def resolve(monkeypatch):
     def resolve(host=100.0, device=20.0, context=131072, kv_cache_dtype=torch.bfloat16, rows=None, resident=None):
         args = SimpleNamespace(
             _freekv=replace(FreeKVConfig(), host_memory_gib=host, resident_memory_gib=resident), max_running_requests=rows,
-            mem_fraction_static=0.9, kv_cache_dtype="auto",
+            mem_fraction_static=0.9, kv_cache_dtype="auto", chunked_prefill_size=None,
         )  # fmt: skip
         monkeypatch.setattr(pools, "_budgets", lambda *others: (int(host * GIB), int(device * GIB)))
         configurator = SimpleNamespace(

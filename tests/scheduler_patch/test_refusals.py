@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
 
@@ -392,12 +393,12 @@ def test_what_sglang_insists_on(monkeypatch):
     resolved["cuda_graph_config"] = graphs("breakable")
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
     monkeypatch.setattr(refusals, "_full_layers", lambda model: list(range(6)))
-    model = SimpleNamespace(quantization=None)
+    model = SimpleNamespace(quantization=None, is_hybrid_swa=False)
     backends = ("freekv", "freekv")
 
-    def refuse(backends=backends, **changes):
+    def refuse(backends=backends, canary="off", **changes):
         names = dict(zip(("prefill_attention_backend", "decode_attention_backend"), backends), attention_backend="freekv")
-        refusals.refuse_resolved(SimpleNamespace(**names | resolved | changes), model, FreeKVConfig("quest"))
+        refusals.refuse_resolved(SimpleNamespace(**names | resolved | changes), model, FreeKVConfig("quest", canary=canary))
 
     refuse()
     insists = "--kv-retrieval quest: SGLang insists on the attention backends triton and freekv here; use --kv-retrieval none"
@@ -410,6 +411,16 @@ def test_what_sglang_insists_on(monkeypatch):
         Refusal, match="SGLang chooses --cuda-graph-backend-prefill full here, .*; use --cuda-graph-backend-prefill disabled"
     ):
         refuse(cuda_graph_config=graphs("full"))
+    model.is_hybrid_swa = True
+    with pytest.raises(Refusal, match="--device cuda: this model's window layers have been tested with --device cpu alone; use it"):
+        refuse(tp_size=1)
+    with pytest.raises(Refusal, match="--tp-size 2: this model's window layers have been tested on one rank alone"):
+        refuse(device="cpu", grammar_backend="llguidance")
+    with pytest.raises(Refusal, match="--freekv-canary full: the prefix cache of a model with window layers"):
+        refuse(canary="full", device="cpu", grammar_backend="llguidance", tp_size=1)
+    with envs.SGLANG_SWA_EVICTION_INTERVAL.override(256):
+        with pytest.raises(Refusal, match="SGLANG_SWA_EVICTION_INTERVAL: expected at most 128"):
+            refuse(device="cpu", grammar_backend="llguidance", tp_size=1)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -453,7 +464,7 @@ def test_host_memory_that_is_not_there(available, ranks, advice):
         ({"hf_config": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "natively sparse"),
     ],
 )
-def test_rarer_models(changes, reason):
+def test_rarer_models(changes, reason, monkeypatch):
     """Properties of SGLang's ModelConfig that no small checkpoint has alone."""
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -474,6 +485,15 @@ def test_rarer_models(changes, reason):
     refuse()
     with pytest.raises(Refusal, match=reason):
         refuse(**changes)
+    windows = {"is_hybrid_swa": True, "swa_attention_layer_ids": [0, 2], "full_attention_layer_ids": [1, 3], "sliding_window_size": 128}
+    served = lambda: refuse(hf_config={"architectures": ["GraniteSWAForCausalLM"]}, has_attention_sinks=True, **windows)  # noqa: E731
+    monkeypatch.setattr(refusals.releases, "has", lambda name: True)
+    served()
+    monkeypatch.setattr(refusals.releases, "has", lambda name: False)
+    with pytest.raises(Refusal, match="its sliding-window layers have been tested with SGLang 0.5.23 alone"):
+        served()
+    with pytest.raises(Refusal, match="mixes 2 full attention layers with 6 that attend to a sliding window"):
+        refuse(hf_config={"architectures": ["GptOssForCausalLM"]}, **windows)
 
 
 def test_the_launcher_ends_with_the_refusal(launcher):

@@ -1,0 +1,118 @@
+"""A model with full and sliding-window layers in turns, and learned sinks, as one server: its tokens are the oracle's, in chunks, behind
+prefixes and after retraction, and the KV of both kinds of layers is nowhere lost."""
+
+from __future__ import annotations
+
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from clients import assert_only_the_tree_holds_pages, end_early
+from families import VOCABULARY, WINDOWED, make_model
+from oracle import Oracle, OracleSettings
+from serving import freekv, wait_until
+
+NEW_TOKENS, ROWS, CHUNK, TOKENS = 24, 4, 256, 1536
+SHORT, LONG = 60, 200  # tokens of an answer: a window slides more than once, and four such requests fill the pool before they end
+SETTINGS = OracleSettings(budget=416, sink=16, window=32, tau=0.5, page=8)
+ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+
+
+def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [draw.choices(range(VOCABULARY), k=length) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def served(serve, tmp_path_factory) -> SimpleNamespace:
+    path = tmp_path_factory.mktemp("windows")
+    make_model(WINDOWED["granite-swa"], path)
+    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau)
+    flags |= {"--model-path": path, "--skip-tokenizer-init": True, "--page-size": SETTINGS.page, "--chunked-prefill-size": CHUNK}
+    flags |= {"--max-running-requests": ROWS, "--max-total-tokens": TOKENS, "--prefill-max-requests": 1, "--schedule-conservativeness": 0.1}
+    flags |= {"--enable-priority-scheduling": True}
+    with serve(flags, env=ENVIRONMENT) as (server,):
+        yield SimpleNamespace(server=server, oracle=Oracle(path))
+
+
+def assert_windows_are_free(server) -> None:
+    kept = server.when_idle()["windows"]
+    assert 0 < kept["used"] < kept["total"] == server.get("/server_info")["freekv"]["window_tokens"]
+    assert_only_the_tree_holds_pages(server)  # and empties it
+    assert server.state()["windows"]["used"] == 0
+
+
+def test_tokens_are_the_oracle_s_cold_and_behind_a_window(served):
+    server, oracle = served.server, served.oracle
+    prompts = make_prompts(0, 3, 39, 100, 300, 901)
+    expected = [oracle.generate(prompt, NEW_TOKENS, SETTINGS) for prompt in prompts]
+    dense = [oracle.generate(prompt, NEW_TOKENS).tokens for prompt in prompts]
+    assert [len(prompt) for prompt, result, whole in zip(prompts, expected, dense) if result.tokens != whole] == [901]
+    for cached in ([0, 0, 0, 0, 0], [0, 32, 96, 296, 896]):
+        answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
+        assert [answer["meta_info"]["cached_tokens"] for answer in answers] == cached
+        corrections = [answer["meta_info"]["freekv"]["corrections"] for answer in answers]
+        assert corrections == [sum(flag for step in result.corrected for layer in step for flag in layer) for result in expected]
+    assert answers[4]["meta_info"]["freekv"]["recalled_units"] > 0
+    shared = prompts[4][:640] + prompts[3][:60]  # the host has all 640 tokens, but the tree a window behind each chunk
+    answer = server.generate(shared, NEW_TOKENS)
+    assert answer["output_ids"] == oracle.generate(shared, NEW_TOKENS, SETTINGS).tokens
+    assert answer["meta_info"]["cached_tokens"] == 2 * CHUNK
+    assert_windows_are_free(server)
+
+
+def test_whoever_is_preempted_resumes_and_computes_no_page_twice(served):
+    """The budget covers these contexts, so that it does not matter who was preempted when. Their windows have slid in the prompt."""
+    server, oracle = served.server, served.oracle
+    prompts = make_prompts(1, *[160] * (2 * ROWS - 1))
+    begun = len(server.log.read_text())
+
+    def ask(prompt: list[int], priority: int) -> dict:
+        sampling = {"temperature": 0, "max_new_tokens": SHORT, "ignore_eos": True}
+        return server.post("/generate", {"input_ids": prompt, "sampling_params": sampling, "priority": priority})
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(ask, prompt, 0) for prompt in prompts[:ROWS]]
+        wait_until(lambda: server.state()["rows_used"] == ROWS)
+        asked += [pool.submit(ask, prompt, 100) for prompt in prompts[ROWS:]]
+        answers = [answer.result() for answer in asked]
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, SHORT).tokens for prompt in prompts]
+    assert [answer["meta_info"]["num_retractions"] for answer in answers[ROWS:]] == [0] * (ROWS - 1)
+    resumed = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+    batches = re.findall(r"Prefill batch.*#new-token: (\d+), #cached-token: (\d+)", server.log.read_text()[begun:])
+    assert resumed == ROWS - 1 and len(batches) == len(prompts) + resumed
+    assert sorted(int(cached) for _, cached in batches) == [0] * len(prompts) + [160] * resumed
+    assert all(int(new) <= SETTINGS.page for new, cached in batches if int(cached))
+    assert_windows_are_free(server)
+
+
+def test_a_full_pool_retracts_a_request_that_resumes(served):
+    server, oracle = served.server, served.oracle
+    prompts = make_prompts(2, *[200] * (ROWS + 1))
+    begun = len(server.log.read_text())
+    answers = server.generate_all(prompts, LONG, ignore_eos=False)  # else SGLang reserves the whole answers
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, LONG).tokens for prompt in prompts]
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert "KV cache pool is full. Retract requests." in server.log.read_text()[begun:]
+    assert_windows_are_free(server)
+
+
+@pytest.mark.parametrize("how", ["disconnect", "abort", "timeout"])
+def test_a_request_that_ends_early_leaves_nothing(served, how):
+    """Some end in a chunk of their prompt, some wait for a row, some decode; those that stay are answered as ever."""
+    server, oracle = served.server, served.oracle
+    ended, stay = make_prompts(3, *[601] * 4, *[100] * 4), make_prompts(4, *[77] * 4)
+    expected = [oracle.generate(prompt, NEW_TOKENS).tokens for prompt in stay]
+    with ThreadPoolExecutor(12) as pool:
+        ends = [
+            pool.submit(end_early, server, prompt, f"{how}-{index}", how, index % 4, 0.1 + index / 4) for index, prompt in enumerate(ended)
+        ]
+        answers = list(pool.map(lambda prompt: server.generate(prompt, NEW_TOKENS), stay))
+        for end in ends:
+            end.result()
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert_windows_are_free(server)
