@@ -114,7 +114,9 @@ def make_model(family: Family, path: Path, **changes: Any) -> None:
     tokenizer = make_tokenizer(["<eos>", "<pad>", *family.tokens.values()])
     family.processor(tokenizer, chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}").save_pretrained(path)
     numbers = {name: tokenizer.convert_tokens_to_ids(token) for name, token in family.tokens.items() if name}
-    fields = {"text_config": TEXT | family.text | changes, "vision_config": family.vision, "tie_word_embeddings": False} | numbers | family.more
+    fields = (
+        {"text_config": TEXT | family.text | changes, "vision_config": family.vision, "tie_word_embeddings": False} | numbers | family.more
+    )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family.kind, **fields), dtype=torch.float32)
     with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
