@@ -134,10 +134,6 @@ RESOLVED_RULES = (
         "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
     ),
     Rule(
-        lambda s, m, c: m.is_hybrid_swa and s.device != "cpu",
-        "--device {s.device}: this model's window layers have been tested with --device cpu alone; use it, " + OFF,
-    ),
-    Rule(
         lambda s, m, c: m.is_hybrid_swa and s.tp_size > 1,
         "--tp-size {s.tp_size}: this model's window layers have been tested on one rank alone; leave it out, " + OFF,
     ),

@@ -14,6 +14,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import is_in_breakable_cuda_graph
+from sglang.srt.utils.common import is_hopper_with_cuda_12_3
 
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import Refusal
@@ -187,10 +188,13 @@ class FreeKVAttnBackend(AttentionBackend):
 
 
 def _stock_backend(model_runner: ModelRunner) -> AttentionBackend:
-    """What computes dense and window layers."""
+    """What computes dense and window layers. FlashInfer knows no learned sinks, FlashAttention 3 on Hopper and Triton do."""
     if model_runner.device == "cpu" and isinstance(model_runner.token_to_kv_pool, WindowedPool):
         return WindowedAttention(model_runner)
-    return ATTENTION_BACKENDS["torch_native" if model_runner.device == "cpu" else "flashinfer"](model_runner)
+    on_gpu = "flashinfer"
+    if model_runner.model_config.has_attention_sinks:
+        on_gpu = "fa3" if is_hopper_with_cuda_12_3() else "triton"
+    return ATTENTION_BACKENDS["torch_native" if model_runner.device == "cpu" else on_gpu](model_runner)
 
 
 def _attention_layers(model: torch.nn.Module) -> Iterator[RadixAttention]:

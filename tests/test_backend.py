@@ -94,11 +94,12 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
         check(model_of(attention(0, **changes), *map(attention, range(1, 4))))
 
 
-@pytest.mark.parametrize("device, compiled, sinks", [
-    ("cuda", [("engine", "table", 5, 16, None)], False), ("cuda", [("engine", "table", 5, 16, (6,))], True), ("cpu", [], False),
+@pytest.mark.parametrize("device, compiled, sinks, hopper, stock", [
+    ("cuda", [("engine", "table", 5, 16, None)], False, True, "flashinfer"), ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "fa3"),
+    ("cuda", [("engine", "table", 5, 16, (6,))], True, False, "triton"), ("cpu", [], False, False, "torch_native"),
 ])  # fmt: skip
 @pytest.mark.parametrize("wrap", [lambda pool: pool, lambda pool: SimpleNamespace(full_kv_pool=pool)], ids=["alone", "wrapped"])
-def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks, wrap):
+def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks, hopper, stock, wrap):
     pool = object.__new__(FreeKVPool)
     pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None, "retrieval_index": {1: 0}}
     pool.config = FreeKVConfig()
@@ -115,9 +116,10 @@ def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch,
         asked.append((engine, residency.req_to_token, *sizes, None if learned_sinks is None else tuple(learned_sinks.shape)))
 
     monkeypatch.setattr(backend, "compile_all", compile_all)
-    monkeypatch.setitem(backend.ATTENTION_BACKENDS, "torch_native" if device == "cpu" else "flashinfer", lambda runner: None)
+    monkeypatch.setattr(backend, "ATTENTION_BACKENDS", {name: lambda runner, name=name: name for name in backend.ATTENTION_BACKENDS})
+    monkeypatch.setattr(backend, "is_hopper_with_cuda_12_3", lambda: hopper)
     made = FreeKVAttnBackend(runner)
-    assert asked == compiled and pool.residency is made.residency
+    assert asked == compiled and pool.residency is made.residency and made.dense == stock
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["an extend that SGLang captures", "one that it replays"])
@@ -227,10 +229,13 @@ def test_an_option_that_nobody_heeds_is_refused(index, options, named):
         attending(None, stock, index).forward_extend(torch.rand(5, 96), kv, kv, attention(1), None, **options)
 
 
-def test_stock_attention_for_dense_layers_takes_no_sinks():
-    """So dense layers with sinks are refused. If SGLang's attention takes them one day, they are served."""
-    for name in ("flashinfer", "torch_native"):
-        module = importlib.import_module(f"sglang.srt.layers.attention.{name}_backend")
-        [stock_backend] = [getattr(module, each) for each in ("FlashInferAttnBackend", "TorchNativeAttnBackend") if hasattr(module, each)]
-        for forward in (stock_backend.forward_extend, stock_backend.forward_decode):
-            assert "sinks" not in backend._options_of(forward) and "save_kv_cache" in backend._options_of(forward)
+STOCK = {"flashinfer": "FlashInferAttnBackend", "torch_native": "TorchNativeAttnBackend", "triton": "TritonAttnBackend"}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_attention_that_is_chosen_for_sinks_takes_them(name):
+    """The others do not, so dense layers with sinks would be refused there."""
+    stock_backend = getattr(importlib.import_module(f"sglang.srt.layers.attention.{name}_backend"), STOCK[name])
+    for forward in (stock_backend.forward_extend, stock_backend.forward_decode):
+        assert ("sinks" in backend._options_of(forward)) == (name == "triton")
+        assert "save_kv_cache" in backend._options_of(forward)

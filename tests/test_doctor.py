@@ -348,7 +348,7 @@ def test_states_of_linear_attention_are_counted(ask, tmp_path, ranks):
 
 
 @pytest.mark.parametrize(
-    ("flags", "chunk"), [((), 16384), (("--chunked-prefill-size", 2048), 2048), (("--chunked-prefill-size", -1), 65536)]
+    ("flags", "chunk"), [((), 8192), (("--chunked-prefill-size", 2048), 2048), (("--chunked-prefill-size", -1), 65536)]
 )
 def test_window_layers_are_counted(ask, tmp_path, flags, chunk):
     """Every fourth of 40 layers sees all. A request has five windows, each with its page, 128 tokens that are not freed yet, and a page."""
@@ -358,7 +358,7 @@ def test_window_layers_are_counted(ask, tmp_path, flags, chunk):
         hidden_size=4096, intermediate_size=8192, max_position_embeddings=131072,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": ["GraniteSWAForCausalLM"]}))
-    machine = "--device", "cpu", "--host-memory", 512, "--weights-gib", 16, "--freekv-preset", "fast", *flags
+    machine = "--gpu", "H100", "--host-memory", 512, "--weights-gib", 16, "--freekv-preset", "fast", *flags
     answer = ask(None, "--model-path", tmp_path, *machine, "--requests", 4, "--context-length", 65536)
     assert answer.code == 0, answer.err
     row, token = 5 * (512 + 32) + 128 + 32, 30 * 2 * 8 * 128 * 2

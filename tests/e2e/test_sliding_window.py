@@ -17,7 +17,7 @@ from serving import freekv, wait_until
 
 NEW_TOKENS, ROWS, CHUNK, TOKENS = 24, 4, 256, 1536
 SHORT, LONG = 60, 200  # tokens of an answer: a window slides more than once, and four such requests fill the pool before they end
-SETTINGS = OracleSettings(budget=416, sink=16, window=32, tau=0.5, page=8)
+SETTINGS = OracleSettings(budget=416, sink=16, window=32, tau=0.5, page=8, dense_layers=(1,))
 ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
@@ -30,7 +30,7 @@ def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
 def served(serve, tmp_path_factory) -> SimpleNamespace:
     path = tmp_path_factory.mktemp("windows")
     make_model(WINDOWED["granite-swa"], path)
-    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau)
+    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau, dense_layers=1)
     flags |= {"--model-path": path, "--skip-tokenizer-init": True, "--page-size": SETTINGS.page, "--chunked-prefill-size": CHUNK}
     flags |= {"--max-running-requests": ROWS, "--max-total-tokens": TOKENS, "--prefill-max-requests": 1, "--schedule-conservativeness": 0.1}
     flags |= {"--enable-priority-scheduling": True}
