@@ -152,12 +152,13 @@ def test_pools_that_are_too_large_are_told():
     capacity.expect_within(capacity.systems_of(LLAMA, LIMIT)[1], 1 << 40)
 
 
-def test_a_step_reads_the_experts_that_tokens_are_routed_to():
-    setup = replace(LLAMA, shape="qwen3-30b-a3b")
-    one, many = (capacity.weight_bytes(setup, batch) for batch in (1, 1000))
-    expert = 3 * 2048 * 768 * 2
-    assert one == pytest.approx(many - 48 * 120 * expert) and many < capacity.model_of(setup).weight_bytes
-    assert one < capacity.weight_bytes(setup, 2) < one + 48 * 8 * expert
+@pytest.mark.parametrize("shape, layers, idle, width", [("qwen3-30b-a3b", 48, 120, 2048 * 768), ("minimax-m2-cut", 6, 248, 3072 * 1536)])
+def test_a_step_reads_the_experts_that_tokens_are_routed_to(shape, layers, idle, width):
+    setup = replace(LLAMA, shape=shape)
+    one, many = (capacity.weight_bytes(setup, batch) for batch in (1, 2000))
+    expert = 3 * width * 2
+    assert one == pytest.approx(many - layers * idle * expert) and many < capacity.model_of(setup).weight_bytes
+    assert one < capacity.weight_bytes(setup, 2) < one + layers * 8 * expert
 
 
 def test_bytes_of_a_step_by_hand():

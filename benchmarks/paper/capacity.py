@@ -124,10 +124,12 @@ def weight_bytes(setup: Setup, batch: int) -> float:
     model = model_of(setup)
     text, size = model.text, model.dtype.itemsize
     looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size * size
-    experts = setup.config.get("num_experts", 0)  # some classes have a number for models without experts
+    given = setup.config  # some classes have a number for models without experts
+    experts = given.get("num_experts") or given.get("num_local_experts", 0)
     if not experts:
         return model.weight_bytes - looked_up
-    of_experts = text.num_hidden_layers * experts * 3 * text.hidden_size * text.moe_intermediate_size * size
+    width = given.get("moe_intermediate_size", text.intermediate_size)
+    of_experts = text.num_hidden_layers * experts * 3 * text.hidden_size * width * size
     return model.weight_bytes - looked_up - of_experts * (1 - text.num_experts_per_tok / experts) ** batch
 
 

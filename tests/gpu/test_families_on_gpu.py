@@ -69,8 +69,8 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [draw.choices(range(VOCABULARY), k=length) for length in lengths]
 
 
-def tokens(answers: list[dict]) -> list[list[int]]:
-    return [answer["output_ids"] for answer in answers]
+def tokens(answers: list[dict], most: int | None = None) -> list[list[int]]:
+    return [answer["output_ids"][:most] for answer in answers]
 
 
 def test_within_the_budget_answers_are_stock_sglangs(servers):
@@ -84,12 +84,13 @@ def test_within_the_budget_answers_are_stock_sglangs(servers):
 
 
 def test_long_contexts_recall_and_leave_nothing(servers):
-    """Newcomers, hits and decode steps side by side; each prompt again gives most of its tokens again."""
+    """Newcomers, hits and decode steps side by side; each prompt again gives its first tokens again, until rounding routes one elsewhere."""
     ours, asked = servers["freekv"], prompts(1, *[3000 + 64 * index for index in range(8)])
     first = ours.generate_all(asked, 200, 8)
     with ThreadPoolExecutor(2) as pool:
         again, _ = pool.map(lambda some: ours.generate_all(some, 200, 8), (asked, prompts(2, *[500] * 16)))
-    assert alike(tokens(first), tokens(again)) > alike(tokens(first), tokens(first[1:] + first[:1])) + 0.1
+    begun, others = tokens(first, NEW_TOKENS), tokens(first[1:] + first[:1], NEW_TOKENS)
+    assert alike(begun, tokens(again, NEW_TOKENS)) > alike(begun, others) + 0.15
     state = ours.when_idle()
     assert state["totals"]["recalled_units"] > 0
     after = ours.flush()

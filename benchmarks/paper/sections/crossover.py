@@ -12,7 +12,7 @@ from benchmarks.report import markdown
 from benchmarks.setups import Setup
 from sglang_freekv.config import GIB
 
-from .names import BACKENDS
+from .names import ABOUT, BACKENDS
 from .section import Aim, Section, ms
 
 AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
@@ -52,6 +52,8 @@ def of_crossover(path: Path, directory: Path) -> Section:
         "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
         "at once. TTFT is the median of a cell, whose prompts were sent once if nothing else is said. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
+    if section.shape_key in ABOUT:
+        section.add(ABOUT[section.shape_key])
     for title, pair in crossover.PAIRS.items():
         rows = [row for row in compared(section.results, *pair) if row.ours or title not in crossover.UNDER]
         if not rows:

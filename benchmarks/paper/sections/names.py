@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-SHAPES = {"llama-3.1-8b": "Llama-3.1-8B", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-8b": "Qwen3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
+SHAPES = {
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen2.5-7b": "Qwen2.5-7B",
+    "qwen3-8b": "Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "minimax-m2-cut": "six layers of MiniMax-M2",
+    "qwen3.5-27b-quarter": "a quarter of the layers of Qwen3.5-27B",
+}
+ABOUT = {  # what is to be known of a shape's figures
+    "minimax-m2-cut": "With dummy weights all tokens of a batch are routed to nearly the same experts. A step then reads fewer weights than "
+    "the least time counts, and in service both sides take longer. One layer of the six is dense, where the whole model has one of 62. "
+    "One request's step is as short as the host's work for it, at 32K as at 128K. The whole model's is longer than that.",
+    "qwen3.5-27b-quarter": "Twelve layers have linear attention, and four have full attention. SGLang 0.5.23's Python ran over the compiled "
+    "libraries of 0.5.17. KV is an eighth to a half of what stock SGLang's step reads. Weights are most of the rest, and FreeKV reads them, too.",
+}
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
 SYSTEMS = {"stock": "stock SGLang", "freekv": "FreeKV"}
 SCENARIOS = {"long-input": "Long input", "long-generation": "Long generation", "long-both": "Long input and long generation"}

@@ -61,8 +61,13 @@ class Section:
 
     @property
     def shape(self) -> str:
+        return SHAPES.get(self.shape_key or "", self.name.split("-", 2)[2])
+
+    @property
+    def shape_key(self) -> str | None:
+        """Of ``SHAPES``; None for a shape without a title."""
         named = self.name.split("-", 2)[2]
-        return next((told for shape, told in SHAPES.items() if f"{named}-".startswith(f"{shape}-")), named)
+        return next((shape for shape in SHAPES if f"{named}-".startswith(f"{shape}-")), None)
 
     @property
     def results(self) -> dict:
