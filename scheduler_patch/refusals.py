@@ -25,6 +25,7 @@ from sglang_freekv.scheduler_patch.model_kv import kv_shape
 from sglang_freekv.scheduler_patch.refused_flags import OFF, PADDED
 
 LEAST_PAGES = 4
+SEEING = sorted(name.removesuffix("ForConditionalGeneration") for name in TESTED_WITH_IMAGES)
 NOT_MIXED = "full layers beside others are not served yet"
 
 
@@ -87,7 +88,7 @@ MODEL_RULES = (
     ),
     Rule(
         lambda m, a: m.is_multimodal and m.hf_config.architectures[0] not in TESTED_WITH_IMAGES,
-        f"it reads images or sound, and of such models only {', '.join(sorted(TESTED_WITH_IMAGES))} have been tested with KV retrieval",
+        f"it reads images or sound, and of such models only {', '.join(SEEING)} have been tested with KV retrieval",
     ),
     Rule(
         lambda m, a: m.is_multimodal and m.hf_config.architectures[0] in TESTED_WITH_IMAGES and not releases.has("tree paths"),

@@ -91,6 +91,7 @@ FLAGS = (
     Flag("enable_memory_saver", (False,), f"releasing memory would not release FreeKV's pools; leave it out, {OFF}"),
     Flag("enable_streaming_session", (False,), "it keeps the row of a finished request, which FreeKV hands on; leave it out"),
     Flag("language_model_only", (False,), f"text parts of models that read images have not been tested; use a text-only checkpoint, {OFF}"),
+    Flag("language_only", (False,), f"images that other servers have read have not been tested; leave it out, {OFF}"),
     Flag("is_embedding", (False,), NO_DECODE),
     Flag("encoder_only", (False,), NO_DECODE),
     Flag("enable_mis", (False,), NO_DECODE),

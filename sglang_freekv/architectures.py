@@ -19,8 +19,11 @@ TESTED_ARCHITECTURES = frozenset(
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
         "SeedOssForCausalLM",
     }
 )

@@ -5,6 +5,7 @@ An engine takes seconds so, where a server takes half a minute of a core to impo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -17,14 +18,18 @@ import torch
 
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
+ABORTED, ENDLESS = "aborted", 2000  # the name of a request that is aborted, and more tokens than it will have
+
 
 def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[str, str] | None = None) -> dict[str, list[dict]]:
     """Serve all jobs, and return the answers of each, in the order of its prompts.
 
     Args:
         jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``; and
-            ``has_states`` if the model has linear attention, ``has_windows`` if it has sliding-window layers beside full ones. In place of the prompts there may be ``requests``, keyword arguments of
-            ``Engine.generate``, which are answered one after the other.
+            ``has_states`` if the model has linear attention, ``has_windows`` if it has sliding-window layers beside full ones. In
+            place of the prompts there may be ``requests``, keyword arguments of ``Engine.generate``, which are answered one after the
+            other; and ``aborted``, the same with ``tokens``, behind which each of them is aborted. What each of these has said in the
+            end follows the answers, and then what the scheduler holds of the KV.
         directory: for the log and the answers of each job.
         environment: variables for all of them.
 
@@ -56,8 +61,39 @@ def serve(job: dict[str, Any], answers: Path) -> None:
         found = [engine.generate(**request, sampling_params=sampling) for request in job["requests"]]
     else:
         found = engine.generate(input_ids=job["prompts"], sampling_params=sampling)
+    for request in job.get("aborted", ()):
+        found.append(engine.loop.run_until_complete(abort(engine, **request)))
+    if "aborted" in job:
+        processor = engine.tokenizer_manager.mm_processor
+        processor.mm_preprocess_cache = getattr(processor, "mm_preprocess_cache", {})  # SGLang clears one that Mistral 3's lacks
+        engine.flush_cache()
+        found.append(engine.loop.run_until_complete(held(engine)))
     answers.write_text(json.dumps(found))
     engine.shutdown()
+
+
+async def abort(engine, tokens: int, **request) -> dict:
+    """Abort a request behind so many of its tokens; with 0, while its prompt is computed. What it said last."""
+    sampling = {"temperature": 0, "max_new_tokens": ENDLESS, "ignore_eos": True}
+    coming = await engine.async_generate(**request, sampling_params=sampling, stream=True, rid=ABORTED)
+    said = asyncio.ensure_future(anext(coming))
+    while tokens == 0 and (await held(engine))["rows_used"] == 0:
+        assert not said.done()
+    last = await said if tokens else None
+    while tokens and last["meta_info"]["completion_tokens"] < tokens:
+        last = await anext(coming)
+    engine.tokenizer_manager.abort_request(ABORTED)
+    last = await said if last is None else last
+    async for said_last in coming:
+        last = said_last
+    while (await held(engine))["rows_used"]:
+        await asyncio.sleep(0.02)
+    return last
+
+
+async def held(engine) -> dict:
+    """The ``freekv`` state of the engine's scheduler."""
+    return (await engine.tokenizer_manager.get_internal_state())[0]["freekv"]
 
 
 def serve_states(retrieves: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -25,6 +27,8 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+
+from families import EIGHT, EVERY, LINEAR, SHARED, experts
 
 VOCABULARY, LAYERS, WIDTH = 512, 4, 64
 TEXT = dict(
@@ -64,6 +68,9 @@ class Family(NamedTuple):
         picture: what stands for an image in a prompt.
         processor: makes the one that published checkpoints have, of a tokenizer.
         more: other fields of its config.
+        published: fields of its text that SGLang reads and transformers does not save.
+        loud: how much larger embeddings of images are made. Gated delta nets forget others before the answer.
+        turned: part of the names of weights whose last two dimensions are the other way round in published checkpoints.
     """
 
     kind: str
@@ -73,6 +80,9 @@ class Family(NamedTuple):
     picture: str
     processor: Callable
     more: dict[str, Any] = {}
+    published: dict[str, Any] = {}
+    loud: float = 1.0
+    turned: str = ""
 
 
 QWEN_TOKENS = {
@@ -82,11 +92,17 @@ QWEN_TOKENS = {
 QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN3_VISION = dict(
     depth=3, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=16, out_hidden_size=WIDTH, num_position_embeddings=64,
-    deepstack_visual_indexes=[0, 1],
+    deepstack_visual_indexes=[0, 1, 2],  # as many as published models, because SGLang counts on three
 )  # fmt: skip
+QWEN35_VISION = QWEN3_VISION | {"deepstack_visual_indexes": []}
+QWEN35_TEXT = LINEAR | EIGHT | {"head_dim": 16} | rope(partial_rotary_factor=0.5, mrope_interleaved=True, mrope_section=[2, 1, 1])
 QWEN3_TEXT = {"num_attention_heads": 6, "head_dim": 16} | rope(mrope_interleaved=True, **SECTIONS)
 FAMILIES = {
     "qwen3-vl": Family("qwen3_vl", QWEN3_TEXT, QWEN3_VISION, QWEN_TOKENS, QWEN_PICTURE, qwen3_processor),
+    "qwen3-vl-moe": Family(
+        "qwen3_vl_moe", QWEN3_TEXT | experts("num_experts", moe_intermediate_size=24, norm_topk_prob=True), QWEN3_VISION, QWEN_TOKENS,
+        QWEN_PICTURE, qwen3_processor, turned=".mlp.experts.",
+    ),
     "qwen2.5-vl": Family(
         "qwen2_5_vl", {"num_attention_heads": 4} | rope(**SECTIONS),
         dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=WIDTH, fullatt_block_indexes=[1], window_size=56),
@@ -96,6 +112,14 @@ FAMILIES = {
         "mistral3", {"model_type": "mistral", "num_attention_heads": 8, "head_dim": 16, "sliding_window": None} | rope(),
         dict(model_type="pixtral", num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, patch_size=14, image_size=280),
         {"image_token_index": "[IMG]", None: "[IMG_BREAK]", "": "[IMG_END]"}, "[IMG]", pixtral_processor, {"vision_feature_layer": -1},
+    ),
+    "qwen3.5": Family(
+        "qwen3_5", QWEN35_TEXT | {"num_attention_heads": 12}, QWEN35_VISION, QWEN_TOKENS, QWEN_PICTURE, qwen3_processor,
+        published=EVERY, loud=8.0,
+    ),
+    "qwen3.5-moe": Family(
+        "qwen3_5_moe", QWEN35_TEXT | experts("num_experts", **SHARED) | {"num_attention_heads": 16}, QWEN35_VISION, QWEN_TOKENS,
+        QWEN_PICTURE, qwen3_processor, published=EVERY, loud=8.0,
     ),
 }  # fmt: skip
 
@@ -124,7 +148,17 @@ def make_model(family: Family, path: Path, **changes: Any) -> None:
             parameter.add_(
                 torch.randn_like(parameter) * (0.2 if "visual" in name or "vision" in name else 0.3 if parameter.ndim < 2 else 0.4)
             )
+            if "merger.linear_fc2" in name:
+                parameter.mul_(family.loud)
     model.save_pretrained(path)
+    if family.turned:
+        weights = load_file(file := path / "model.safetensors")
+        turned = {name: weight.transpose(1, 2).contiguous() for name, weight in weights.items() if family.turned in name}
+        save_file(weights | turned, file, {"format": "pt"})
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= family.published
+    file.write_text(json.dumps(config))
 
 
 def picture(seed: int, width: int = 192, height: int = 128) -> Image.Image:

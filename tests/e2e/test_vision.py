@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,42 +18,54 @@ pytestmark = pytest.mark.two_servers  # not on 0.5.17, where stock SGLang loses 
 
 NEW_TOKENS, CHUNK = 24, 128
 SETTINGS = OracleSettings(budget=320, sink=16, window=32, tau=0.8, page=8, digest="two-bit", hysteresis=1.0)
+OF_HYBRIDS = replace(SETTINGS, tau=0.0, hysteresis=0.3)  # their queries turn more, and their pages are more alike
+SLOTS = 40  # for states
+STATES = 64  # a hit of a hybrid ends at a state, which is kept behind so many tokens of a prompt
 BEFORE = 112  # tokens of a byte each, before an image in two chunks
 SHORT, PLAIN = "{}what is it? " + "abc def " * 20, "what is this? " + "ghi jkl mno " * 60
 LONG = PLAIN[:BEFORE] + "{}" + PLAIN[BEFORE:]
-ASKED = {  # name -> text and the seed of its image, in the order of asking
-    "short": (SHORT, 0), "again": (SHORT, 0), "other image": (SHORT, 1), "long": (LONG, 2), "long, again": (LONG, 2),
-    "long, other image": (LONG, 3), "text": (PLAIN, None),
+TWO = "{}and what is that?"
+ASKED = {  # name -> text and the seeds of its images, in the order of asking
+    "short": (SHORT, 0), "again": (SHORT, 0), "other image": (SHORT, 1), "two images": (SHORT + TWO, 0, 1),
+    "two, the other way": (SHORT + TWO, 1, 0), "long": (LONG, 2), "long, again": (LONG, 2), "long, other image": (LONG, 3),
+    "long, two images": (LONG + TWO, 2, 3), "text": (PLAIN,),
 }  # fmt: skip
-WITHIN, TOGETHER = ("short", "again", "other image"), 6  # so many at once, of which SGLang retracts one every few steps
+WITHIN, TOGETHER = tuple(ASKED)[:5], 6  # so many at once, of which SGLang retracts one every few steps
+BEYOND = "long", "long, other image", "long, two images", "text"
+ENDED = (SHORT, 3), (SHORT + PLAIN * 6, 0)  # aborted behind so many tokens, and in a chunk of its prompt
 ENGINE = dict(
     device="cpu", dtype="float32", max_total_tokens=8192, max_running_requests=4, random_seed=0, enable_multimodal=True,
     mm_attention_backend="sdpa", chunked_prefill_size=CHUNK,
 )  # fmt: skip
+HYBRIDS = frozenset(name for name, family in FAMILIES.items() if family.published)
 STOCK = dict(attention_backend="torch_native")
 OURS = dict(
-    kv_retrieval="freekv", freekv_budget=SETTINGS.budget, freekv_sink=SETTINGS.sink, freekv_window=SETTINGS.window,
-    freekv_tau=SETTINGS.tau, freekv_resident_memory=0,
-)  # fmt: skip
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    kv_retrieval="freekv",
+    freekv_budget=SETTINGS.budget,
+    freekv_sink=SETTINGS.sink,
+    freekv_window=SETTINGS.window,
+    freekv_resident_memory=0,
+)
+ENVIRONMENT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
 def test_the_architectures_that_are_called_tested_are_these():
     assert {CLASSES[family.kind] for family in FAMILIES.values()} == TESTED_WITH_IMAGES
 
 
-def prompt(name: str, text: str, seed: int | None) -> str:
-    return text.format(FAMILIES[name].picture)
+def settings_of(name: str) -> OracleSettings:
+    return OF_HYBRIDS if name in HYBRIDS else SETTINGS
+
+
+def request(name: str, text: str, *seeds: int) -> dict:
+    images = [encoded(picture(seed)) for seed in seeds]
+    return {"prompt": text.format(*[FAMILIES[name].picture] * len(seeds))} | ({"image_data": images} if images else {})
 
 
 def requests(name: str) -> list[dict]:
     """Each of ``ASKED`` alone, then several at once."""
-    alone = [
-        {"prompt": prompt(name, text, seed)} | ({} if seed is None else {"image_data": encoded(picture(seed))})
-        for text, seed in ASKED.values()
-    ]
-    images = [encoded(picture(seed)) for seed in range(TOGETHER)]
-    return [*alone, {"prompt": [prompt(name, SHORT, seed) for seed in range(TOGETHER)], "image_data": images}]
+    together = [request(name, SHORT, seed) for seed in range(TOGETHER)]
+    return [*(request(name, *each) for each in ASKED.values()), {key: [one[key] for one in together] for key in together[0]}]
 
 
 @pytest.fixture(scope="module")
@@ -65,58 +78,77 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(models) -> dict[str, list]:
-    """``stock-NAME`` and ``ours-NAME`` -> the answers to all requests."""
+    """``stock-NAME`` and ``ours-NAME`` -> the answers to all requests; ours are followed by those that were aborted, and what is held then."""
     jobs = {}
     for name in FAMILIES:
-        for whose, settings in (("stock", STOCK), ("ours", OURS)):
-            engine = ENGINE | settings | {"model_path": str(models / name)}
-            jobs[f"{whose}-{name}"] = {"engine": engine, "requests": requests(name), "new_tokens": NEW_TOKENS}
+        job = {"requests": requests(name), "new_tokens": NEW_TOKENS, "has_states": name in HYBRIDS}
+        engine = ENGINE | {"model_path": str(models / name)} | ({"max_mamba_cache_size": SLOTS} if name in HYBRIDS else {})
+        chosen = {f"freekv_{field}": getattr(settings_of(name), field) for field in ("tau", "hysteresis")}
+        jobs[f"stock-{name}"] = job | {"engine": engine | STOCK}
+        aborted = [request(name, text, 0) | {"tokens": tokens} for text, tokens in ENDED]
+        jobs[f"ours-{name}"] = job | {"engine": engine | OURS | chosen, "aborted": aborted}
     wait_for_room(1)
-    return engines.run_all(jobs, models, RETRACTING)
+    return engines.run_all(jobs, models, ENVIRONMENT)
 
 
 def of(answers: dict[str, list], whose: str, name: str) -> dict[str, dict]:
     return dict(zip(ASKED, answers[f"{whose}-{name}"]))
 
 
+def ends(name: str, tokens: int) -> int:
+    """Where a hit ends that shares so many tokens with a prompt before."""
+    grid = STATES if name in HYBRIDS else SETTINGS.page
+    return tokens // grid * grid
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_within_the_budget_tokens_are_stock_sglangs(answers, name):
     stock, ours = of(answers, "stock", name), of(answers, "ours", name)
     assert all(ours[asked]["output_ids"] == stock[asked]["output_ids"] for asked in WITHIN)
-    assert len({tuple(stock[asked]["output_ids"]) for asked in WITHIN}) == 2  # the image is read
+    assert len({tuple(stock[asked]["output_ids"]) for asked in WITHIN}) == len(WITHIN) - 1  # each image is read, and its place
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_image_is_a_hit_and_another_is_none(answers, name):
     ours = of(answers, "ours", name)
-    for text in ("short", "long"):
-        again, other = ours["again" if text == "short" else "long, again"], ours["other image" if text == "short" else "long, other image"]
-        length = again["meta_info"]["prompt_tokens"]
-        assert length - SETTINGS.page <= again["meta_info"]["cached_tokens"] + 1 <= length
-        assert other["meta_info"]["cached_tokens"] == (0 if text == "short" else BEFORE)
-        assert again["output_ids"] == ours[text]["output_ids"] != other["output_ids"]
+    length = {asked: answer["meta_info"]["prompt_tokens"] for asked, answer in ours.items()}
+    hits = {asked: answer["meta_info"]["cached_tokens"] for asked, answer in ours.items()}
+    assert hits["short"] == hits["other image"] == hits["long"] == 0
+    for again, before in (("again", "short"), ("long, again", "long")):
+        assert hits[again] == ends(name, length[before] - 1) and ours[again]["output_ids"] == ours[before]["output_ids"]
+    for both, first in (("two images", "short"), ("two, the other way", "other image"), ("long, two images", "long")):
+        assert hits[both] == ends(name, length[first])
+    assert hits["long, other image"] == (0 if name in HYBRIDS else BEFORE)  # no chunk has left a state before the image
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_requests_that_are_retracted_go_on_with_their_images(answers, name):
-    stock, ours = (answers[f"{whose}-{name}"][-1] for whose in ("stock", "ours"))
+    stock, ours = (answers[f"{whose}-{name}"][len(ASKED)] for whose in ("stock", "ours"))
     assert sum(answer["meta_info"]["num_retractions"] for answer in ours) > 0
     assert [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in stock]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_aborted_request_with_an_image_leaves_nothing(answers, name):
+    *said, held = answers[f"ours-{name}"][len(ASKED) + 1 :]
+    for (_, tokens), last in zip(ENDED, said, strict=True):
+        assert last["meta_info"]["finish_reason"]["type"] == "abort" and bool(last["output_ids"]) == bool(tokens)
+    assert held["rows_used"] == held["host_pages_used"] == 0
+    assert held.get("states", {}).get("used") == (0 if name in HYBRIDS else None)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_beyond_the_budget_tokens_are_the_oracles(models, answers, name):
     """But for images of Mistral 3, of which stock SGLang itself makes other tokens than transformers."""
     oracle, stock, ours = Oracle(models / name), of(answers, "stock", name), of(answers, "ours", name)
-    asked = ["text"] if name.startswith("mistral") else ["long", "long, other image", "text"]
-    for each in asked:
-        text, seed = ASKED[each]
-        seen = inputs(models / name, prompt(name, text, seed), [] if seed is None else [picture(seed)])
+    for each in ["text"] if name.startswith("mistral") else BEYOND:
+        text, *seeds = ASKED[each]
+        seen = inputs(models / name, request(name, text, *seeds)["prompt"], [picture(seed) for seed in seeds])
         token_ids, _ = seen.pop("input_ids")[0].tolist(), seen.pop("attention_mask")
-        dense, retrieved = (oracle.generate(token_ids, NEW_TOKENS, settings, seen=seen) for settings in (None, SETTINGS))
+        dense, retrieved = (oracle.generate(token_ids, NEW_TOKENS, settings, seen=seen) for settings in (None, settings_of(name)))
         assert stock[each]["output_ids"] == dense.tokens
         assert ours[each]["output_ids"] == retrieved.tokens
-        corrected = sum(flag for step in retrieved.corrected for layer in step for flag in layer)
-        assert ours[each]["meta_info"]["freekv"]["corrections"] == corrected
-    assert any(ours[each]["output_ids"] != stock[each]["output_ids"] for each in ("long", "long, other image", "text"))
-    assert all(ours[each]["meta_info"]["freekv"]["recalled_units"] > 0 for each in ("long", "long, other image", "text"))
+        corrected = [flag for step in retrieved.corrected for layer in step for flag in layer]
+        assert ours[each]["meta_info"]["freekv"]["corrections"] == sum(corrected) < len(corrected)
+    assert any(ours[each]["output_ids"] != stock[each]["output_ids"] for each in BEYOND)
+    assert all(ours[each]["meta_info"]["freekv"]["recalled_units"] > 0 for each in BEYOND)

@@ -64,7 +64,7 @@ SWITCHES = (
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
     "smg_grpc_mode", "grpc_mode", "enable_pd_role_switch", "enable_unified_cache_external_linker", "enable_kv_cache_sharding",
     "enable_layernorm_sp", "enable_lean_attention", "enable_nvidia_megakernel", "enable_amd_monokernel", "enable_paged_experts",
-    "language_model_only", "skip_server_warmup", "enable_linear_replayssm", "enable_linear_replayssm_spec",
+    "language_model_only", "language_only", "skip_server_warmup", "enable_linear_replayssm", "enable_linear_replayssm_spec",
     "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding",
 )  # fmt: skip
 FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
@@ -189,9 +189,8 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
     "qwen2_vl": (
         "Qwen2VLForConditionalGeneration",
         {},
-        "it reads images or sound, and of such models only Mistral3ForCausalLM, ",
+        "it reads images or sound, and of such models only Mistral3, ",
     ),
-    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", {}, "it reads images or sound, and of such models only"),
     "deepseek_v32": ("DeepseekV32ForCausalLM", {}, "its latent attention (MLA)"),
 }
 SERVED = {
@@ -231,7 +230,10 @@ HYBRIDS_FINE = tuple(HYBRIDS)
 SEEING = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 if not releases.has("tree paths"):
     untested = "--kv-retrieval freekv does not serve Qwen3NextForCausalLM: its gated delta nets have been tested with SGLang 0.5.23 alone; "
