@@ -61,10 +61,13 @@ class Model:
             from sglang.srt.layers.quantization import QUANTIZATION_METHODS
             from sglang.srt.layers.quantization.gptq import GPTQMarlinConfig
             from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+
+            from sglang_freekv.scheduler_patch import windows
         for method, on_gpu in {"gptq": GPTQMarlinConfig, "mxfp4": Mxfp4Config}.items():
             QUANTIZATION_METHODS.setdefault(method, on_gpu)  # SGLang leaves them out where the doctor finds no GPU
         with strange(checkpoint.file), _copied(checkpoint) as directory:
             config = ModelConfig(str(directory), trust_remote_code=False, model_override_args=overrides, **flags)
+            windows.tell_again(config)
             description = config._parse_quant_hf_config()
             if config.quantization == "gptq" and QUANTIZATION_METHODS["gptq"] is GPTQMarlinConfig:
                 _expect_marlin_takes(description, list(GPTQMarlinConfig.TYPE_MAP))

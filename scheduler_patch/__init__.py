@@ -259,6 +259,11 @@ LAUNCHER_ON_CPU = (
 
 SCHEDULER = (
     Patch(
+        "sglang.srt.configs.model_config.ModelConfig._derive_hybrid_model", "self", BEFORE, "windows:keep_windows_apart",
+        "Gemma 3 and OLMo 3 have window layers, and SGLang would keep all their tokens on the GPU",
+        due=START,
+    ),
+    Patch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_memory_pool_config",
         "self pre_model_load_memory", AROUND, "pools:resolve_memory_pool_config",
         "the host's memory bounds token slots, and the device's memory bounds rows",

@@ -25,7 +25,7 @@ from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_ARCHITECTURES
 from sglang_freekv.config import BACKEND_NAME, FreeKVConfig, Refusal, typed
 from sglang_freekv.options import ABOUT, FLAGS, NAMES, Options
-from sglang_freekv.scheduler_patch import linear_attention, preparation, refusals, registry, states
+from sglang_freekv.scheduler_patch import linear_attention, preparation, refusals, registry, states, windows
 
 if APART := releases.has("settings apart"):
     from msgspec import NODEFAULT
@@ -218,6 +218,7 @@ def _resolve(server_args: ServerArgs, config: FreeKVConfig, device: str, resolve
     except Exception as error:  # for some models SGLang insists on an attention backend
         model = vars(server_args).get("_model_config" if APART else "model_config")
         if model is not None:
+            windows.tell_again(model)
             refusals.refuse_model(model, config.method)
             states.refuse_states(server_args, model, config)
         if BACKEND_NAME in str(error):  # the error lists the backends that this model needs
@@ -226,6 +227,7 @@ def _resolve(server_args: ServerArgs, config: FreeKVConfig, device: str, resolve
         raise
     if server_args.model_path.lower() not in ("none", "dummy"):  # SGLang resolves nothing for these
         settings, model = resolved(server_args), model_config(server_args)
+        windows.tell_again(model)
         refusals.refuse_model(model, config.method)
         states.refuse_states(settings, model, config)
         refusals.refuse_resolved(settings, model, config)

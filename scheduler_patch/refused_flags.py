@@ -78,6 +78,7 @@ FLAGS = (
     Flag("cuda_graph_config", (None, {}), f"FreeKV chooses the graphs itself; use {GRAPH_FLAGS}"),
     Flag("enable_unified_memory", (False,), OWN_POOLS),
     Flag("enable_page_major_kv_layout", (False,), OWN_POOLS),
+    Flag("disable_hybrid_swa_memory", (False,), f"it keeps all tokens of window layers on the GPU; leave it out, {OFF}"),
     Flag("enable_linear_replayssm", (False,), ONE_STATE),
     Flag("enable_linear_replayssm_spec", (False,), ONE_STATE),
     Flag("enable_int8_mamba_checkpoint", (False,), ONE_STATE),

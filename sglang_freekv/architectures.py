@@ -5,6 +5,7 @@ from __future__ import annotations
 
 TESTED_ARCHITECTURES = frozenset(
     {
+        "Gemma3ForCausalLM",
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
         "GraniteSWAForCausalLM",
@@ -12,6 +13,7 @@ TESTED_ARCHITECTURES = frozenset(
         "MiniMaxM2ForCausalLM",
         "Ministral3ForCausalLM",
         "Mistral3ForConditionalGeneration",
+        "Olmo2ForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
@@ -31,5 +33,5 @@ TESTED_ARCHITECTURES = frozenset(
 oracle's."""
 TESTED_WITH_IMAGES = frozenset(name for name in TESTED_ARCHITECTURES if name.endswith("ForConditionalGeneration"))
 """Those of them that read images."""
-TESTED_WITH_WINDOWS = frozenset({"GraniteSWAForCausalLM"})
+TESTED_WITH_WINDOWS = frozenset({"Gemma3ForCausalLM", "GraniteSWAForCausalLM", "Olmo2ForCausalLM"})
 """Those with full and sliding-window layers in turns, which have been tested with SGLang 0.5.23 alone."""

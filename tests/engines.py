@@ -26,9 +26,9 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
 
     Args:
         jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``; and
-            ``has_states`` if the model has linear attention, ``has_windows`` if it has sliding-window layers beside full ones. In
-            place of the prompts there may be ``requests``, keyword arguments of ``Engine.generate``, which are answered one after the
-            other; and ``aborted``, the same with ``tokens``, behind which each of them is aborted. What each of these has said in the
+            ``has_states`` if the model has linear attention, ``has_sinks`` if it has learned sinks, and sliding-window layers beside full
+            ones. In place of the prompts there may be ``requests``, keyword arguments of ``Engine.generate``, which are answered one after
+            the other; and ``aborted``, the same with ``tokens``, behind which each of them is aborted. What each of these has said in the
             end follows the answers, and then what the scheduler holds of the KV.
         directory: for the log and the answers of each job.
         environment: variables for all of them.
@@ -53,7 +53,7 @@ def serve(job: dict[str, Any], answers: Path) -> None:
 
     if job.get("has_states"):
         serve_states("kv_retrieval" in job["engine"])
-    if job.get("has_windows"):
+    if job.get("has_sinks"):
         serve_windows()
     engine = sglang.Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}

@@ -66,6 +66,7 @@ FAMILIES = {
         | {"hidden_size": 96, "head_dim": None, "sliding_window": None, "tie_word_embeddings": True},
         {"partial_rotary_factor": 0.75, "original_max_position_embeddings": LONG["original_max_position_embeddings"]},
     ),
+    "olmo-2": Family("olmo2", 4, 4),  # norms over all heads, and behind attention
     "seed-oss": Family("seed_oss", 20, 2, {"attention_bias": True, "attention_out_bias": False}),  # SGLang serves transformers' model
 }  # fmt: skip
 LINEAR = dict(
@@ -81,14 +82,17 @@ HYBRIDS = {  # three gated delta nets, then gated attention
     "qwen3.5-moe": Family("qwen3_5_moe_text", 16, 2, experts("num_experts", **SHARED) | LINEAR | EIGHT, EVERY),  # 35B-A3B
 }
 TURNS = ["sliding_attention", "full_attention"] * 3
-WINDOWED = {  # full and sliding-window layers in turns
-    "granite-swa": Family(  # learned sinks in all layers
-        "granite_swa",
-        4,
-        2,
-        {"num_hidden_layers": 6, "layer_types": TURNS, "sliding_window": 40, "attention_multiplier": 0.25},
-    ),
+WINDOWS = {"num_hidden_layers": 6, "layer_types": TURNS, "sliding_window": 40}  # full and sliding-window layers in turns
+SINKS = {  # learned sinks in all layers
+    "granite-swa": Family("granite_swa", 4, 2, WINDOWS | {"attention_multiplier": 0.25}),
 }
+ONE_POOL = {  # SGLang keeps KV of both kinds of layers in one pool, and FreeKV in two
+    "gemma-3": Family(  # 1B: norms of each head, another RoPE in full layers
+        "gemma3_text", 4, 1, WINDOWS | {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+    ),
+    "olmo-3": Family("olmo3", 4, 4, WINDOWS, {"rope_theta": 5e5, "rope_parameters": None}),
+}
+WINDOWED = SINKS | ONE_POOL
 
 
 def make_model(family: Family, path: Path, **changes: int) -> None:
@@ -104,6 +108,8 @@ def make_model(family: Family, path: Path, **changes: int) -> None:
     with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.3))
+        if family.kind == "gemma3_text":  # it makes embeddings larger, and with tied ones each token would repeat itself
+            model.get_input_embeddings().weight.mul_(0.1)
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):  # SGLang has them in this type, and those of a trained model are of many sizes
                 parameter.copy_((torch.randn_like(parameter) * 2).bfloat16())

@@ -42,9 +42,10 @@ class Served(NamedTuple):
 HYBRID = Served(HYBRIDS["qwen3.5"], WIDE | LINEAR | dict(head_dim=256), {"--max-mamba-cache-size": 64})
 NARROW = dict(hidden_size=512, intermediate_size=512, head_dim=64, num_attention_heads=8)
 SINKS = Served(WINDOWED["granite-swa"], NARROW | dict(sliding_window=128, attention_multiplier=0.125), {}, attention="triton")
+WINDOWS = Served(WINDOWED["gemma-3"], NARROW | dict(head_dim=256, sliding_window=128, query_pre_attn_scalar=256), {})
 EXPERTS = Served(FAMILIES["qwen3-moe"], WIDE | dict(head_dim=128), {})
 MODELS = {
-    "hybrid": HYBRID, "experts": EXPERTS, "windows and sinks": SINKS,
+    "hybrid": HYBRID, "experts": EXPERTS, "windows and sinks": SINKS, "windows": WINDOWS,
     "hybrid, two ranks": HYBRID._replace(ranks=2), "experts, two ranks": EXPERTS._replace(ranks=2),
 }  # fmt: skip
 
@@ -54,7 +55,7 @@ def servers(tmp_path_factory, request):
     model, directory = MODELS[request.param], tmp_path_factory.mktemp("family")
     if torch.cuda.device_count() < model.ranks:
         pytest.skip(f"needs {model.ranks} GPUs")
-    if model.family in (HYBRID.family, SINKS.family) and not releases.has("checkpoint"):
+    if model.family in (HYBRID.family, SINKS.family, WINDOWS.family) and not releases.has("checkpoint"):
         pytest.skip("hybrids, and models with window layers, are refused on this release")
     make_model(model.family, directory / "model", **model.changes)
     flags = ON_GPU | model.flags | {"--model-path": directory / "model", "--tp-size": model.ranks}

@@ -60,7 +60,7 @@ SWITCHES = (
     "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_mixed_chunk",
     "enable_dp_attention", "enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel",
     "enable_two_batch_overlap", "enable_pdmux", "enable_torch_compile", "debug_cuda_graph", "enable_unified_memory",
-    "enable_page_major_kv_layout", "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
+    "enable_page_major_kv_layout", "disable_hybrid_swa_memory", "enable_memory_saver", "enable_streaming_session", "is_embedding", "encoder_only", "enable_mis",
     "prefill_only_disable_kv_cache", "enable_deterministic_inference", "use_ray",
     "smg_grpc_mode", "grpc_mode", "enable_pd_role_switch", "enable_unified_cache_external_linker", "enable_kv_cache_sharding",
     "enable_layernorm_sp", "enable_lean_attention", "enable_nvidia_megakernel", "enable_amd_monokernel", "enable_paged_experts",
@@ -174,11 +174,9 @@ WINDOWED = "it mixes {} full attention layers with {} that attend to a sliding w
 FAMILIES = {  # model type of transformers: (architecture, what its config says otherwise, what the refusal says)
     "gpt_oss": ("GptOssForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it has learned attention sinks"),
     "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it caps attention logits"),
-    "gemma3_text": ("Gemma3ForCausalLM", {"sliding_window": 128}, WINDOWED.format(1, 7)),
     # SGLang 0.5.23 itself reads this family only if all its layers have one width
     "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128, "global_head_dim": 256}, WINDOWED.format(2, 6)),
     "gemma4": ("Gemma4ForConditionalGeneration", {"text_config": {"num_hidden_layers": 8, "sliding_window": 128}}, WINDOWED.format(2, 6)),
-    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
     "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
     "llama4": (
         "Llama4ForConditionalGeneration",
@@ -235,6 +233,7 @@ SEEING = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
+SLIDING = {"gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 if not releases.has("tree paths"):
     untested = "--kv-retrieval freekv does not serve Qwen3NextForCausalLM: its gated delta nets have been tested with SGLang 0.5.23 alone; "
     HYBRIDS, HYBRID_VALUES, HYBRID_FINE, HYBRIDS_FINE = {"qwen3_next": HYBRIDS["qwen3_next"]}, {(): untested}, (), ()
@@ -252,7 +251,7 @@ def models(tmp_path_factory):
     for name, change in changes.items():
         (directory / name).mkdir()
         (directory / name / "config.json").write_text(json.dumps(NEEDLE_CONFIG | change))
-    for kind, (architecture, change, _) in (FAMILIES | {kind: (name, {}, None) for kind, name in SEEING.items()}).items():
+    for kind, (architecture, change, _) in (FAMILIES | {kind: (name, {}, None) for kind, name in (SEEING | SLIDING).items()}).items():
         config = AutoConfig.for_model(kind, **{"num_hidden_layers": LAYERS} | change)
         config.architectures = [architecture]
         config.save_pretrained(directory / kind)
@@ -261,7 +260,7 @@ def models(tmp_path_factory):
         file = directory / kind / "config.json"
         file.parent.mkdir()
         file.write_text(json.dumps(config.to_dict() | {"architectures": [architecture], "full_attention_interval": 4}))
-    return {name: directory / name for name in (*changes, *FAMILIES, *SEEING, *HYBRIDS)}
+    return {name: directory / name for name in (*changes, *FAMILIES, *SEEING, *SLIDING, *HYBRIDS)}
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +336,14 @@ def test_model(refusal, name):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_family(refusal, kind):
     assert f"ForCausalLM: {FAMILIES[kind][2]}" in refusal(f"model {kind}").replace("ConditionalGeneration", "CausalLM")
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_window_layers_are_served_where_servers_ran_with_them(facts, refusal, kind):
+    if releases.has("tree paths"):
+        assert facts["outcomes"][f"model {kind}"].get("config"), facts["outcomes"][f"model {kind}"]
+    else:
+        assert "its sliding-window layers have been tested with SGLang 0.5.23 alone; " in refusal(f"model {kind}")
 
 
 @pytest.mark.parametrize("kind", SEEING)
