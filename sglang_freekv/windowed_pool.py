@@ -35,7 +35,8 @@ class WindowedPool(SWAKVPool):
         self.size, self.size_swa, self.page_size = pool.size, window_tokens, pool.page_size
         self.dtype, self.head_num, self.head_dim, self.device = pool.dtype, pool.head_num, pool.head_dim, pool.device
         self.swa_layer_nums, self.full_layer_nums, self.layer_num = len(window), layers.full, len(layers.kinds)
-        self.start_layer, self.layer_transfer_counter = 0, None
+        self.start_layer = window[0]  # of which SGLang's Triton asks how wide values are, and a retrieval layer has none there
+        self.layer_transfer_counter = None
         self.enable_custom_mem_pool, self.custom_mem_pool, _ = maybe_init_custom_mem_pool(device=pool.device)
         self.dsa_kv_cache_store_fp8, self.kv_cache_dim, self.index_head_dim = False, None, None
         full = {layer: (layer, False) for layer, kind in enumerate(layers.kinds) if kind is not LayerKind.WINDOW}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,12 @@ def test_each_layer_has_its_kv_where_its_kind_says(allocator):
         pool.set_kv_buffer(SimpleNamespace(layer_id=3), where, keys, values)
     in_windows = 2 * 2 * (IN_WINDOWS + PAGE) * 2 * 16 * 4
     assert sum(pool.get_kv_size_bytes()) == sum(pool_of(pool).get_kv_size_bytes()) + in_windows
+
+
+def test_the_width_of_values_is_told_though_the_first_layer_is_on_the_host():
+    shape = replace(SHAPE, layers=LayerTable((R, W)))
+    pool = WindowedPool(FreeKVPool(CONFIG, shape, TOKENS, 2, 64, "cpu"), IN_WINDOWS)
+    assert pool.get_value_buffer(pool.start_layer).shape[-1] == 16
 
 
 def test_rows_and_tokens_pay_for_their_windows():
