@@ -135,10 +135,6 @@ RESOLVED_RULES = (
         "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
     ),
     Rule(
-        lambda s, m, c: m.is_hybrid_swa and s.tp_size > 1,
-        "--tp-size {s.tp_size}: this model's window layers have been tested on one rank alone; leave it out, " + OFF,
-    ),
-    Rule(
         lambda s, m, c: m.is_hybrid_swa and c.canary != "off",
         "--freekv-canary {c.canary}: the prefix cache of a model with window layers keeps KV of two kinds, and no test has had it forget pages; "
         "use --freekv-canary off",

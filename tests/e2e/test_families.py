@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -76,3 +77,15 @@ def test_same_tokens_as_stock_and_as_the_oracle(models, answers, name):
     assert [each["corrections"] for each in counts] == corrected
     recalled = [each["recalled_units"] for each in counts]
     assert not any(recalled[:WITHIN]) and all(recalled[WITHIN:])
+
+
+@pytest.mark.skipif("granite-swa" not in SERVED, reason="models with window layers are refused on this release")
+def test_two_ranks_have_windows_and_sinks_of_their_own(models, tmp_path):
+    name, cores = "granite-swa", sorted(os.sched_getaffinity(0))
+    engine = ENGINE | OURS | {"model_path": str(models / name), "tp_size": 2}
+    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(2))}
+    wait_for_room(2)
+    job = {"prompts": prompts_of(name), "new_tokens": NEW_TOKENS, "engine": engine}
+    answers = engines.run_all({"two-ranks": job}, tmp_path, threads)["two-ranks"]
+    oracle = Oracle(models / name)
+    assert [each["output_ids"] for each in answers] == [oracle.generate(each, NEW_TOKENS, SETTINGS).tokens for each in prompts_of(name)]

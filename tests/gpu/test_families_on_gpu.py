@@ -47,6 +47,7 @@ EXPERTS = Served(FAMILIES["qwen3-moe"], WIDE | dict(head_dim=128), {})
 MODELS = {
     "hybrid": HYBRID, "experts": EXPERTS, "windows and sinks": SINKS, "windows": WINDOWS,
     "hybrid, two ranks": HYBRID._replace(ranks=2), "experts, two ranks": EXPERTS._replace(ranks=2),
+    "windows and sinks, two ranks": SINKS._replace(ranks=2),
 }  # fmt: skip
 
 
