@@ -37,11 +37,6 @@ RULES = (
         lambda s, c: s.device == "cuda" and is_blackwell(),
         "--kv-retrieval {c.method}: SGLang takes only its own attention backends for this model on a Blackwell GPU; use --kv-retrieval none",
     ),
-    Rule(
-        lambda s, c: c.canary != "off",
-        "--freekv-canary {c.canary}: the prefix cache of this model keeps states beside pages, and cannot forget pages so far; use "
-        "--freekv-canary off",
-    ),
 )
 
 

@@ -21,7 +21,8 @@ FULL = ComponentType.FULL
 
 
 class ForgetfulTree(UnifiedRadixCache):
-    """The stock tree over either of its cores. Forgotten pages are matched by no prompt, and go as soon as no request locks their nodes.
+    """The stock tree over either of its cores, with any components: pages, and states or windows beside them. Forgotten pages are matched
+    by no prompt, and go as soon as no request locks their nodes, with what the other components keep there and behind.
 
     The cores have no operation for a locked node. So a prompt's match ends before the first forgotten page, and what was computed behind
     it is not inserted while that page is in the tree.
@@ -43,34 +44,42 @@ class ForgetfulTree(UnifiedRadixCache):
             super().match_prefix(MatchPrefixParams(key=key))  # a match splits the node that it ends in
         for leaf in self._leaves():
             if self._sound_tokens(leaf) is not None:
-                self._evict_device_leaf(leaf, {FULL: 0})
+                self._evict_device_leaf(leaf, self._nothing_evicted())
         self.forgotten &= self._pages(self.tree_core.all_values_flatten())
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        found = super().match_prefix(params)
-        if not self.forgotten or (sound := self._sound_tokens(found.last_device_node)) is None:
-            return found
+        if (sound := self._sound_part(params.key)) is None:
+            return super().match_prefix(params)
         return super().match_prefix(replace(params, key=params.key[:sound]))
 
     def insert(self, params: InsertParams) -> InsertResult:
-        if self.forgotten:
-            found = super().match_prefix(MatchPrefixParams(key=params.key))
-            if self._sound_tokens(found.last_device_node) is not None:
-                return InsertResult(prefix_len=0, rotation_tail_declined=True)  # the request keeps its pages for itself
+        if self._sound_part(params.key) is not None:
+            return InsertResult(prefix_len=0, rotation_tail_declined=True)  # the request keeps its pages for itself
         return super().insert(params)
 
     def _leaves(self) -> Iterator[int]:
         """Leaves that no request locks. When the caller evicts one, its parent may follow."""
         self.tree_core.evict_device_start(FULL, sys.maxsize)
         try:
-            while (leaf := self._evict_device_next_node(FULL, {FULL: 0})[0]) is not None:
+            while (leaf := self._evict_device_next_node(FULL, self._nothing_evicted())[0]) is not None:
                 yield leaf
         finally:
             self.tree_core.evict_device_end(FULL)
 
-    def _sound_tokens(self, node: int) -> int | None:
-        """Tokens before the first forgotten page on the path to ``node``; None if it has no forgotten page."""
-        pages = self.path_device_indices(node)[:: self.page_size] // self.page_size
+    def _nothing_evicted(self) -> dict[ComponentType, int]:
+        """What SGLang counts the evicted slots of each component in."""
+        return dict.fromkeys(self.tree_components, 0)
+
+    def _sound_part(self, key: RadixKey) -> int | None:
+        """Tokens of ``key`` before the first forgotten page on its path; None if it has none. Every component's data go by that of FULL."""
+        if not self.forgotten:
+            return None
+        length, node, _ = self.tree_core.match_full_device_prefix(key)
+        return self._sound_tokens(node, length)
+
+    def _sound_tokens(self, node: int, length: int | None = None) -> int | None:
+        """Tokens before the first forgotten page in the first ``length`` of the path to ``node``; None if they have no forgotten page."""
+        pages = self.path_device_indices(node)[: length : self.page_size] // self.page_size
         changed = [index for index, page in enumerate(pages.tolist()) if page in self.forgotten]
         return changed[0] * self.page_size if changed else None
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -110,25 +110,29 @@ class LoraServer(TestServer):
 
 
 class FaultyServer(TestServer):
-    """A server whose host memory can be damaged by a test; its program is ``faulty_server.py``."""
+    """A server whose host memory can be damaged by a test; its program is ``faulty_server.py``.
+
+    Args:
+        layers: its retrieval layers.
+    """
 
     program = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
 
-    def __init__(self, flags: dict, log: Path) -> None:
-        self.damage_file = log.parent / "damage.json"
-        super().__init__({"--damage": self.damage_file} | flags, log)
+    def __init__(self, flags: dict, log: Path, env: dict[str, str] | None = None, layers: Sequence[int] = range(1, LAYERS)) -> None:
+        self.damage_file, self.layers = log.parent / "damage.json", layers
+        super().__init__({"--damage": self.damage_file} | flags, log, env)
 
     def damage(self, layer: int, head: int, *pages: int, rank: int = 0, swept: bool = False) -> None:
         """Flip a bit in one unit of each host page, and wait until the server has done so.
 
         Args:
-            layer: of the model, numbered from 0; at least 1, because layer 0 is dense.
+            layer: of the model, numbered from 0; one of its retrieval layers.
             head: kv head of the rank.
             pages: host pages.
             rank: whose host pool is damaged.
             swept: whether the server examines its host pool when it is idle, from now on.
         """
-        self._say({"layer": layer - 1, "head": head, "pages": pages, "rank": rank, "swept": swept})
+        self._say({"layer": self.layers.index(layer), "head": head, "pages": pages, "rank": rank, "swept": swept})
 
     def delay_graphs(self, cycles: int) -> None:
         """Delay the begin of every decode graph by ``cycles``, and all work behind it. Two cycles of an H200 take about a nanosecond."""

@@ -1,9 +1,11 @@
-"""A model with gated delta nets in six of eight layers, as one server: its tokens are the oracle's, and its states are nowhere lost."""
+"""A model with gated delta nets in six of eight layers, as one server with a canary: its tokens are the oracle's, its states are nowhere
+lost, and when KV changes in host memory the states behind it go, too."""
 
 from __future__ import annotations
 
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -12,10 +14,13 @@ import pytest
 from clients import assert_only_the_tree_holds_pages, end_early
 from families import HYBRIDS, VOCABULARY, make_model
 from oracle import Oracle, OracleSettings
-from serving import freekv
+from room import room_for
+from serving import FaultyServer, freekv, start_all, stop_all, wait_until
+from sglang_freekv.launch.server import ServerFailed
 
 NEW_TOKENS, ROWS, CHUNK, TRACKED = 24, 4, 512, 256  # decode steps leave a state every 256 tokens
 SLOTS = 2 * 5 * ROWS  # for states: five of a request by SGLang's count, and as many again for the prefix cache
+RETRIEVAL, HEAD = (3, 7), 1
 LONG = 40  # tokens of an answer that ends behind the first state of its own
 SETTINGS = OracleSettings(budget=304, sink=16, window=32, tau=0.0, page=8, dense_layers=(), digest="two-bit", hysteresis=1.0)
 ENVIRONMENT = {
@@ -32,14 +37,17 @@ def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def served(serve, tmp_path_factory) -> SimpleNamespace:
+def served(tmp_path_factory) -> SimpleNamespace:
     path = tmp_path_factory.mktemp("hybrid")
     make_model(HYBRIDS["qwen3-next"], path, num_hidden_layers=8)
     flags = freekv(SETTINGS.budget, preset="accurate", sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau)
     flags |= {"--model-path": path, "--skip-tokenizer-init": True, "--page-size": SETTINGS.page, "--chunked-prefill-size": CHUNK}
     flags |= {"--max-running-requests": ROWS, "--max-total-tokens": 8192, "--prefill-max-requests": 1}
-    with serve(flags, env=ENVIRONMENT) as (server,):
-        yield SimpleNamespace(server=server, oracle=Oracle(path))
+    flags |= {"--freekv-canary": "full"}
+    with room_for(1):
+        [server] = start_all([FaultyServer(flags, tmp_path_factory.mktemp("server") / "log.txt", ENVIRONMENT, RETRIEVAL)])
+    yield SimpleNamespace(server=server, oracle=Oracle(path))
+    stop_all([server])
 
 
 def assert_states_are_free(server) -> None:
@@ -103,4 +111,47 @@ def test_a_request_that_ends_early_leaves_no_state(served, how):
         for end in ends:
             end.result()
     assert [answer["output_ids"] for answer in answers] == expected
+    assert_states_are_free(server)
+
+
+def refused(server: FaultyServer, prompt: list[int], new_tokens: int = NEW_TOKENS) -> str:
+    """What the client reads whose request had a page that changed."""
+    with pytest.raises(ServerFailed, match="500") as error:
+        server.generate(prompt, new_tokens)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("page, hits", [(80, (512, 576, 896)), (20, (0, 896))])
+def test_a_prefix_that_changed_is_computed_anew_from_the_state_before_it(served, page, hits):
+    """The prompt has left states behind 512 and 896 tokens. Page 80 begins at token 632, and where it leaves what is kept, it leaves one."""
+    server, oracle = served.server, served.oracle
+    [prompt] = make_prompts(5, 901)
+    server.flush()  # so that the prompt gets host pages 1, 2, ...
+    expected = oracle.generate(prompt, NEW_TOKENS, SETTINGS).tokens
+    assert server.generate(prompt, NEW_TOKENS)["output_ids"] == expected
+    server.damage(RETRIEVAL[1], HEAD, page)
+    assert f"canary: host page {page}, layer {RETRIEVAL[1]}, kv head {HEAD}: the KV changed in host memory" in refused(server, prompt)
+    for cached in hits:
+        answer = server.generate(prompt, NEW_TOKENS)
+        assert answer["output_ids"] == expected and answer["meta_info"]["cached_tokens"] == cached
+    assert_states_are_free(server)
+
+
+@pytest.mark.parametrize("length, steps, held", [(901, 3, 0), (3500, 0, 200)], ids=["while it decodes", "in a chunk of its prompt"])
+def test_a_request_ends_where_it_is_and_leaves_no_state(served, length, steps, held):
+    """Damaged are pages of its first chunk, behind so many decode steps, or when so many pages are held."""
+    server, oracle = served.server, served.oracle
+    [prompt] = make_prompts(6, length)
+    server.flush()
+    before, ended = server.state(), []
+    asked = threading.Thread(target=lambda: ended.append(refused(server, prompt, 500)))
+    asked.start()
+    begun = before["totals"]["decode_steps"]
+    wait_until(lambda: (now := server.state())["host_pages_used"] >= held and now["totals"]["decode_steps"] >= begun + steps)
+    server.damage(RETRIEVAL[0], HEAD, *range(5, 60))
+    asked.join()
+    assert f"layer {RETRIEVAL[0]}, kv head {HEAD}: the KV changed in host memory" in ended[0]
+    assert server.when_idle()["canary"]["requests_ended"] == before["canary"]["requests_ended"] + 1
+    server.flush()  # of the pages that were damaged, only those that were recalled have been found
+    assert server.generate(prompt, NEW_TOKENS)["output_ids"] == oracle.generate(prompt, NEW_TOKENS, SETTINGS).tokens
     assert_states_are_free(server)

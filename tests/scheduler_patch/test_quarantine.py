@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_freekv import releases
@@ -18,7 +19,7 @@ from sglang_freekv.scheduler_patch import trees
 from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
 SIZE, PAGES = 4, 24
-TREES = ["rust", "python"] if trees.UNIFIED else ["radix"]
+TREES = ["rust", "python", "rust with states", "python with states"] if trees.UNIFIED else ["radix"]
 
 
 class Allocator:
@@ -38,15 +39,47 @@ class Allocator:
         self.free |= pages
 
 
+class States(HybridReqToTokenPool):
+    """As SGLang's pool of rows with states: it counts the slots of states, and minds if one comes back twice."""
+
+    def __init__(self) -> None:
+        self.mamba_allocator = self
+        self.used: set[int] = set()
+
+    def alloc(self, count: int) -> torch.Tensor:
+        slots = sorted(set(range(100, 200)) - self.used)[:count]
+        self.used |= set(slots)
+        return torch.tensor(slots)
+
+    def free(self, slots: torch.Tensor) -> None:
+        assert self.used.issuperset(slots.tolist()), f"{slots.tolist()} are freed twice"
+        self.used -= set(slots.tolist())
+
+    def clear(self) -> None:
+        self.used.clear()
+
+
 def make_tree(kind: str, allocator: Allocator):
     """SGLang's tree over the allocator, as a server with a canary has it."""
     params = CacheInitParams(disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=allocator, page_size=SIZE)
     if not trees.UNIFIED:
         return RadixCache(params)
-    from sglang_freekv.scheduler_patch.unified_tree import FULL, ForgetfulTree
+    from sglang.srt.mem_cache.rust_tree_core import adapter
+    from sglang.srt.mem_cache.unified_cache.components import mamba
 
-    params.tree_components, params.tree_core_backend = (FULL,), kind
-    return ForgetfulTree(params)
+    from sglang_freekv.scheduler_patch.unified_tree import FULL, ComponentType, ForgetfulTree
+
+    core, *others = kind.split(" with ")
+    params.tree_components, params.tree_core_backend = (FULL, *[ComponentType.MAMBA for _ in others]), core
+    params.enable_mamba_extra_buffer = bool(others)
+    with pytest.MonkeyPatch.context() as settings:
+        if others:
+            params.req_to_token_pool = States()
+            settings.setattr(mamba, "mamba_checkpoint_grid", lambda page: SIZE)
+            for module in (mamba, adapter):
+                settings.setattr(module, "mamba_cache_chunk_size", lambda: SIZE)
+                settings.setattr(module, "get_exec", lambda: SimpleNamespace(mamba=SimpleNamespace(mamba_max_states_per_path=-1)))
+        return ForgetfulTree(params)
 
 
 class Request:
@@ -92,16 +125,24 @@ class World:
         tokens = array("q", [text * 1000 + position // SIZE for position in range(pages * SIZE)])
         return RadixKey(tokens, "an adapter" if text == 1 else None)
 
+    @property
+    def states(self) -> States | None:
+        """The slots of states that a hybrid's tree keeps."""
+        return getattr(self.tree, "req_to_token_pool", None)
+
     def insert(self, key: RadixKey, pages: list[int]) -> bool:
-        """Insert what was computed for ``key`` behind its prefix hit; whether the tree took it."""
+        """Insert what was computed for ``key`` behind its prefix hit, with a state at its end; whether the tree took it."""
         hit = self.match(key)
         new = set(pages[len(hit) :])
         slots = torch.cat([torch.arange(page * SIZE, page * SIZE + SIZE) for page in hit + pages[len(hit) :]])
         self.allocator.free -= new
-        result = self.tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(hit) * SIZE))
-        if taken := not getattr(result, "rotation_tail_declined", False):
-            return taken
-        self.allocator.free |= new  # the request frees them when it ends
+        state = {"mamba_value": self.states.alloc(1)} if self.states else {}
+        result = self.tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=len(hit) * SIZE, **state))
+        taken = not getattr(result, "rotation_tail_declined", False)
+        if state and (not taken or result.mamba_exist):
+            self.states.free(state["mamba_value"])
+        if not taken:
+            self.allocator.free |= new  # the request frees them when it ends
         return taken
 
     def find(self, key: RadixKey):
@@ -109,11 +150,12 @@ class World:
         return self.tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
 
     def match(self, key: RadixKey) -> list[int]:
-        if trees.UNIFIED:
-            slots = self.tree.path_device_indices(self.find(key))
-        else:
-            slots = self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
-        return (slots[::SIZE] // SIZE).tolist()
+        """The pages that a prompt finds; in a hybrid's tree it can take them up to a state."""
+        found = self.tree.match_prefix(MatchPrefixParams(key=key))
+        if not trees.UNIFIED:
+            return (found.device_indices[::SIZE] // SIZE).tolist()
+        length = found.full_kv_hit_length
+        return (self.tree.path_device_indices(self.tree.tree_core.match_full_device_prefix(key)[1])[:length:SIZE] // SIZE).tolist()
 
     def texts(self) -> tuple[list[int], list[int]]:
         """The pages that prompts of both texts find."""
@@ -153,15 +195,28 @@ class World:
         assert self.tree.evictable_size() + self.tree.protected_size() == (PAGES - free) * SIZE == (total[0] if trees.UNIFIED else total)
         if trees.UNIFIED:
             self.tree.tree_core.sanity_check([], [])
+        if self.states:
+            kept = self.tree.tree_core.all_mamba_values_flatten().tolist()
+            assert sorted(kept) == sorted(self.states.used)
+            assert self.tree.mamba_evictable_size() + self.tree.mamba_protected_size() == len(kept)
+
+
+def make_world(kind: str) -> World:
+    """Two texts: one of pages 1 to 6, and one of pages 11 to 13."""
+    world = World(tree=kind)
+    world.insert(world.key(1, 6), [1, 2, 3, 4, 5, 6])
+    world.insert(world.key(2, 3), [11, 12, 13])
+    return world
 
 
 @pytest.fixture(params=TREES)
 def world(request) -> World:
-    """Two texts: one of pages 1 to 6, and one of pages 11 to 13."""
-    world = World(tree=request.param)
-    world.insert(world.key(1, 6), [1, 2, 3, 4, 5, 6])
-    world.insert(world.key(2, 3), [11, 12, 13])
-    return world
+    return make_world(request.param)
+
+
+@pytest.fixture(params=[kind for kind in TREES if kind.endswith("with states")])
+def with_states(request) -> World:
+    return make_world(request.param)
 
 
 @pytest.mark.parametrize("page, kept", [(1, []), (4, [1, 2, 3]), (6, [1, 2, 3, 4, 5])])
@@ -171,6 +226,37 @@ def test_a_page_is_forgotten_with_what_stands_on_it(world, page, kept):
     assert world.in_tree() == {*kept, 11, 12, 13}
     world.assert_sound(free=PAGES - len(kept) - 3)
     assert world.quarantine.as_dict() == {"faults": 1, "requests_ended": 0, "pages_swept": 0}
+
+
+def test_a_hit_ends_at_the_last_state_before_the_page(with_states):
+    """And copies that state, or none: a state behind the page was made of it."""
+    world, request = with_states, SimpleNamespace(session=None, kv=SimpleNamespace(holds_mamba=True, mamba_cow_src_index=None))
+    ask = MatchPrefixParams(key=world.key(1, 8), cow_mamba=True, req=request)
+    unlock = world.lock(1)
+    world.insert(world.key(1, 2), [1, 2])
+    [mamba] = set(world.tree.tree_components) - {world.tree.tree_components[0]}
+    second = world.tree.tree_core.get_component_device_value(world.find(world.key(1, 2)), mamba).tolist()
+    for page, hit, copied in ((5, 2, second), (2, 0, None)):
+        world.quarantine.examine(world.note(page), None)
+        request.kv.mamba_cow_src_index = None
+        found = world.tree.match_prefix(ask)
+        assert len(world.tree.path_device_indices(found.last_device_node)) == found.device_prefix_len == hit * SIZE
+        assert request.kv.mamba_cow_src_index is None if copied is None else request.kv.mamba_cow_src_index.tolist() == copied
+    unlock()
+    world.quarantine.evict()
+    assert world.in_tree() == {1, 11, 12, 13} and len(world.states.used) == 1
+    world.assert_sound(free=PAGES - 4)
+
+
+def test_pages_without_a_state_are_not_shared_behind_the_page(with_states):
+    """No hit would end there, but an insert takes the tree's pages for the request's own."""
+    unlock = with_states.lock(1)
+    with_states.quarantine.examine(with_states.note(3), None)
+    assert not with_states.insert(with_states.key(1, 5), [1, 2, 21, 22, 23])
+    assert with_states.in_tree() == {*range(1, 7), 11, 12, 13} and len(with_states.states.used) == 2
+    unlock()
+    with_states.quarantine.evict()
+    with_states.assert_sound(free=PAGES - 5)
 
 
 def test_branches_below_it_go_too(world):
@@ -227,6 +313,8 @@ def test_sglang_may_be_first(world, by):
     if by == "flush":
         world.tree.reset()
         world.allocator.clear()
+        if world.states:
+            world.states.clear()
     else:
         world.tree.evict(EvictParams(num_tokens=PAGES * SIZE))
     world.quarantine.evict()

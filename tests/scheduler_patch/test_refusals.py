@@ -216,14 +216,20 @@ HYBRID_VALUES = {  # flags, with a model of which layers 3 and 7 have full atten
         "96",
     ): "--page-size 48: expected a divisor of --mamba-track-interval 256, and one of 64 or a multiple of it",
     ("--mamba-track-interval", "300"): "--page-size 8: expected a divisor of --mamba-track-interval 300",
-    ("--freekv-canary", "full"): "--freekv-canary full: the prefix cache of this model keeps states beside pages",
     (
         "--freekv-dense-layers",
         "1",
     ): "--freekv-dense-layers 1: expected layers of this model that attend to the whole context, which are 3, 7; ",
     ("--freekv-dense-layers", "3,7"): "--freekv-dense-layers 3,7: expected at least one layer left",
 }
-HYBRID_FINE = (), ("--page-size", "16"), ("--page-size", "128"), ("--disable-radix-cache",), ("--freekv-dense-layers", "3")
+HYBRID_FINE = (
+    (),
+    ("--freekv-canary", "full"),
+    ("--page-size", "16"),
+    ("--page-size", "128"),
+    ("--disable-radix-cache",),
+    ("--freekv-dense-layers", "3"),
+)
 HYBRIDS_FINE = tuple(HYBRIDS)
 SEEING = {
     "mistral3": "Mistral3ForConditionalGeneration",
