@@ -172,11 +172,14 @@ class Sizing:
         left = self._left(device_bytes, tokens) - self.padding_bytes
         longest = int(left // self.row_bytes)
         if longest < 1:
-            flag = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache"
+            flag, beside, also = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache", "", ""
+            if self.window_kv is not None:
+                beside = f" and {self.shared_window_bytes / GIB:.2f} GiB of window layers for prefills"
+                also = ", or --chunked-prefill-size"
             raise Refusal(
                 f"--freekv-{flag} {self.config.cache_tokens}: one request takes {self.row_bytes / GIB:.2f} GiB of device memory, "
                 f"expected room for it and for one of padding, but {max(left + self.padding_bytes, 0) / GIB:.2f} GiB are left beside "
-                f"{self.staging_bytes / GIB:.2f} GiB of prefix staging; lower --freekv-{flag} or --context-length, or raise "
+                f"{self.staging_bytes / GIB:.2f} GiB of prefix staging{beside}; lower --freekv-{flag} or --context-length{also}, or raise "
                 "--mem-fraction-static"
             )
         if not self.config.is_resident:

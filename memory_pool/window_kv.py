@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ENDS_PER_ROW = 4  # ends of prefixes that the radix tree remembers beside each running request: where a hit may end
+MOST_ENDS, END_TOKENS = (
+    4,
+    4096,
+)  # of prefixes that the radix tree remembers beside each running request: at least one, of more so many tokens
 SLIDE = 128  # tokens by which SGLang lets a window grow before it frees them at once: its SGLANG_SWA_EVICTION_INTERVAL
 MAPPING_BYTES = 8  # of SGLang's table from a token of full layers to its token of window layers
 
@@ -35,7 +38,8 @@ class WindowKV:
         A running request has those that are not freed yet, and a page that it begins, besides.
         """
         end = self._whole(self.window) + self.page_size
-        return (1 + ENDS_PER_ROW) * end + self._whole(SLIDE) + self.page_size
+        ends = max(1, min(MOST_ENDS, END_TOKENS // end))
+        return (1 + ends) * end + self._whole(SLIDE) + self.page_size
 
     @property
     def shared_tokens(self) -> int:

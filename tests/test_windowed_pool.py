@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from oracle import attend_causally
-from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.cpu_attention import attend
 from sglang_freekv.kv_pool import FreeKVPool, full_allocator, pool_of
 from sglang_freekv.layers import LayerKind, LayerTable
@@ -94,6 +94,21 @@ def test_rows_and_tokens_pay_for_their_windows():
     assert paid == (window_kv.bytes_of(296), 8)
     room = with_windows._left(GIB, tokens) - rows * paid[0]
     assert room == without._left(GIB, tokens) - 8 * tokens - window_kv.bytes_of(window_kv.tokens(rows))
+
+
+@pytest.mark.parametrize(("window", "ends"), [(20, 4), (128, 4), (1024, 3), (4096, 1), (32768, 1)])
+def test_wide_windows_have_fewer_ends_of_prefixes(window, ends):
+    window_kv = WindowKV(window, 2, 8192, PAGE, 64)
+    end = -(-window // PAGE) * PAGE + PAGE
+    assert window_kv.row_tokens == (1 + ends) * end + 128 + PAGE and ends * end <= max(4096, end)
+
+
+def test_a_device_that_window_layers_fill_is_refused_with_what_helps():
+    sizing = Sizing(CONFIG, SHAPE, 1024, chunk=8192)
+    with pytest.raises(
+        Refusal, match="GiB of window layers for prefills; lower --freekv-budget or --context-length, or --chunked-prefill-size"
+    ):
+        sizing.rows(sizing.shared_window_bytes + sizing.staging_bytes, tokens=0)
 
 
 @pytest.mark.parametrize("window", [None, 7, 100], ids="window {}".format)
