@@ -135,11 +135,6 @@ RESOLVED_RULES = (
         "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
     ),
     Rule(
-        lambda s, m, c: m.is_hybrid_swa and c.canary != "off",
-        "--freekv-canary {c.canary}: the prefix cache of a model with window layers keeps KV of two kinds, and no test has had it forget pages; "
-        "use --freekv-canary off",
-    ),
-    Rule(
         lambda s, m, c: m.is_hybrid_swa and envs.SGLANG_SWA_EVICTION_INTERVAL.get() > SLIDE,
         "SGLANG_SWA_EVICTION_INTERVAL: expected at most {slide}, for which the pool of window layers has room; unset it",
     ),

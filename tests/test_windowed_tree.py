@@ -35,9 +35,11 @@ SHAPE = KVShape(LayerTable((W, R)), 2, 4, 16, (2, 16), KVFormat.plain(torch.floa
 class World:
     """SGLang's pools and its tree, and requests that run on them as its scheduler has them run."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, forgets: bool) -> None:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        from sglang_freekv.scheduler_patch.unified_tree import ForgetfulTree
 
         self.pool = FreeKVPool(CONFIG, SHAPE, TOKENS, ROWS, 256, "cpu")
         windowed = WindowedPool(self.pool, IN_WINDOWS)
@@ -45,7 +47,7 @@ class World:
         self.rows = ReqToTokenPool(ROWS, 256, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, PAGE, sliding_window_size=WINDOW, tree_core_backend=kind)
         params.tree_components = ComponentType.FULL, ComponentType.SWA
-        self.tree = UnifiedRadixCache(params)
+        self.tree = (ForgetfulTree if forgets else UnifiedRadixCache)(params)
 
     def admit(self, tokens: range, chunk: int = TOKENS) -> Req:
         request = Req("a", "", array("q", tokens), SamplingParams(max_new_tokens=100))
@@ -102,11 +104,20 @@ class World:
         assert len(self.pool.held_pages(full_allocator(self.allocator))) == 0
 
 
+@pytest.fixture
+def settings(monkeypatch) -> None:
+    bags = {"serving": {"strip_thinking_cache": False}, "spec": {"speculative_algorithm": None}}
+    monkeypatch.setattr(runtime_context._CONTEXT, "_config_bags", {name: SimpleNamespace(**bag) for name, bag in bags.items()})
+
+
 @pytest.fixture(params=["rust", "python"])
-def world(request, monkeypatch) -> World:
-    settings = {"serving": {"strip_thinking_cache": False}, "spec": {"speculative_algorithm": None}}
-    monkeypatch.setattr(runtime_context._CONTEXT, "_config_bags", {name: SimpleNamespace(**bag) for name, bag in settings.items()})
-    return World(request.param)
+def world(request, settings) -> World:
+    return World(request.param, forgets=False)
+
+
+@pytest.fixture(params=["rust", "python"])
+def forgetful(request, settings) -> World:
+    return World(request.param, forgets=True)
 
 
 def test_a_hit_ends_where_the_tree_has_a_window(world):
@@ -145,4 +156,38 @@ def test_a_retracted_request_resumes_behind_its_last_whole_page(world, steps):
     assert torch.equal(world.rows.req_to_token[request.kv.req_pool_idx, : request.hit], table[: request.hit])
     world.decode(request, 9)
     world.finish(request)
+    world.assert_only_the_tree_holds()
+
+
+@pytest.mark.parametrize(("page", "hit"), [(0, 0), (3, 0), (7, 48), (11, 88)])
+def test_a_forgotten_page_goes_with_its_window(forgetful, page, hit):
+    """A hit ends before the page where a window is left: behind the first chunk, and in the second one's last pages."""
+    world = forgetful
+    request = world.admit(range(100), chunk=48)
+    forgotten = int(world.rows.req_to_token[request.kv.req_pool_idx, page * PAGE]) // PAGE
+    world.finish(request)
+    world.tree.forget({forgotten})
+    world.tree.evict_forgotten()
+    assert forgotten not in world.pool.held_pages(full_allocator(world.allocator)).tolist()
+    for expected in (hit, 96):
+        request = world.admit(range(100))
+        assert request.hit == expected
+        world.finish(request)
+    world.assert_only_the_tree_holds()
+
+
+@pytest.mark.parametrize("ending", ["finish", "retract"])
+@pytest.mark.parametrize("steps", [2, 60])
+def test_a_page_that_a_running_request_has_is_forgotten_when_it_ends(forgetful, steps, ending):
+    world = forgetful
+    request = world.admit(range(100))
+    world.decode(request, steps)
+    world.tree.forget({int(world.rows.req_to_token[request.kv.req_pool_idx, 5 * PAGE]) // PAGE})
+    world.decode(request, 3)
+    getattr(world, ending)(request)  # what it has computed is not inserted
+    world.tree.evict_forgotten()
+    assert not world.tree.forgotten
+    again = world.admit(range(100))
+    assert again.hit == 0
+    world.finish(again)
     world.assert_only_the_tree_holds()

@@ -13,7 +13,9 @@ import pytest
 from clients import assert_only_the_tree_holds_pages, end_early
 from families import VOCABULARY, WINDOWED, make_model
 from oracle import Oracle, OracleSettings
-from serving import freekv, wait_until
+from room import room_for
+from serving import FaultyServer, freekv, start_all, stop_all, wait_until
+from sglang_freekv.launch.server import ServerFailed
 
 NEW_TOKENS, ROWS, CHUNK, TOKENS = 24, 4, 256, 1536
 SHORT, LONG = 60, 200  # tokens of an answer: a window slides more than once, and four such requests fill the pool before they end
@@ -27,15 +29,17 @@ def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def served(serve, tmp_path_factory) -> SimpleNamespace:
+def served(tmp_path_factory) -> SimpleNamespace:
     path = tmp_path_factory.mktemp("windows")
     make_model(WINDOWED["granite-swa"], path)
-    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau, dense_layers=1)
+    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau, dense_layers=1, canary="full")
     flags |= {"--model-path": path, "--skip-tokenizer-init": True, "--page-size": SETTINGS.page, "--chunked-prefill-size": CHUNK}
     flags |= {"--max-running-requests": ROWS, "--max-total-tokens": TOKENS, "--prefill-max-requests": 1, "--schedule-conservativeness": 0.1}
     flags |= {"--enable-priority-scheduling": True}
-    with serve(flags, env=ENVIRONMENT) as (server,):
-        yield SimpleNamespace(server=server, oracle=Oracle(path))
+    with room_for(1):
+        (server,) = start_all([FaultyServer(flags, path / "log.txt", ENVIRONMENT)])
+    yield SimpleNamespace(server=server, oracle=Oracle(path))
+    stop_all([server])
 
 
 def assert_windows_are_free(server) -> None:
@@ -115,4 +119,20 @@ def test_a_request_that_ends_early_leaves_nothing(served, how):
         for end in ends:
             end.result()
     assert [answer["output_ids"] for answer in answers] == expected
+    assert_windows_are_free(server)
+
+
+def test_a_page_that_changed_ends_its_request_and_is_computed_anew_behind_a_window(served):
+    """Nobody else has been told of a fault until then."""
+    server, oracle = served.server, served.oracle
+    prompt, other = make_prompts(6, 901, 300)
+    assert server.flush()["canary"]["faults"] == 0
+    server.generate(prompt, 1)
+    server.damage(1, 0, 40)  # the first retrieval layer, which is the fourth of the model
+    with pytest.raises(ServerFailed, match="500.*canary: host page 40, layer 3"):
+        server.generate(prompt, NEW_TOKENS)
+    answers = [server.generate(each, NEW_TOKENS) for each in (prompt, other)]
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(each, NEW_TOKENS, SETTINGS).tokens for each in (prompt, other)]
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [CHUNK, 0]
+    assert server.state()["canary"]["faults"] > 0
     assert_windows_are_free(server)
