@@ -31,7 +31,6 @@ from sglang_freekv.launch.server import Server, ServerFailed, free_port
 TASKS, NEW_TOKENS, FILLER_TOKENS = ("magic-number", "code-word", "multi-value"), 16, 48
 LONG = {"max_new_tokens": 400, "ignore_eos": True}  # for who will not wait for the end
 SHARES = {"ask": 0.7, "fill": 0.12, "abort": 0.1, "disconnect": 0.08}
-RETRACT_EVERY = 40  # forward passes
 SAMPLE_S, REST_DEADLINE_S, RATED_S = 2.0, 120, 10
 FLAT, RECOVERED = 1.05, 0.95
 
@@ -109,14 +108,20 @@ class SoakServer(Server):
 
 
 @contextmanager
-def serving(flags: dict, log: Path, env: dict[str, str]):
+def serving(flags: dict, log: Path, env: dict[str, str], wait: bool = True):
+    """A server, ready unless the caller waits for it."""
     with mock.patch.dict(os.environ, env):
         server = SoakServer(flags, log)
     try:
-        say(f"{log.stem} is ready after {server.wait_until_ready(lambda news: None):.0f} s")
+        if wait:
+            wait_for(server)
         yield server
     finally:
         server.stop()
+
+
+def wait_for(server: SoakServer) -> None:
+    say(f"{server.log.stem} is ready after {server.wait_until_ready(lambda news: None):.0f} s")
 
 
 def questions(rng: np.random.Generator, documents: int, per_document: int, longest: int) -> list:
@@ -207,6 +212,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=4, help="of each document")
     parser.add_argument("--longest", type=int, default=16384, help="tokens of the longest document")
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--retract-every", type=int, default=40, help="forward passes")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     report, rng = Report("soak", options.out), np.random.default_rng(options.seed)
@@ -221,7 +227,7 @@ def main() -> int:
         common |= {"--dtype": "float32", "--sleep-on-idle": True}
     else:
         common |= {"--dtype": "bfloat16", "--sampling-backend": "pytorch", "--mem-fraction-static": 0.5}
-    storm = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(RETRACT_EVERY)}
+    storm = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(options.retract_every)}
     storm["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
     faults: list[str] = []
     rated = options.device == "cuda"  # what else runs on a CPU takes more than a few per cent
@@ -229,9 +235,11 @@ def main() -> int:
         covering = 32 * -(-(options.longest + 1024) // 32)
         watched = {"--freekv-budget": options.budget, "--freekv-canary": "full"}
         with (
-            serving(common | {"--freekv-budget": covering}, Path(scratch) / "dense.log", {}) as dense,
+            serving(common | {"--freekv-budget": covering}, Path(scratch) / "dense.log", {}, wait=rated) as dense,
             serving(common | watched, Path(scratch) / "freekv.log", storm) as server,
         ):
+            if not rated:  # on a GPU a server sizes its pools by what the one before has left
+                wait_for(dense)
             known, _ = right_alone(dense, prompts)
             say(f"dense attention answers {sum(known)} of {len(prompts)}")
             found, expected = right_alone(server, prompts)
