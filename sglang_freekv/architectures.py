@@ -8,6 +8,7 @@ TESTED_ARCHITECTURES = frozenset(
         "Gemma3ForCausalLM",
         "Glm4MoeForCausalLM",
         "GraniteForCausalLM",
+        "GraniteMoeSWAForCausalLM",
         "GraniteSWAForCausalLM",
         "LlamaForCausalLM",
         "MiniMaxM2ForCausalLM",
@@ -33,5 +34,5 @@ TESTED_ARCHITECTURES = frozenset(
 oracle's."""
 TESTED_WITH_IMAGES = frozenset(name for name in TESTED_ARCHITECTURES if name.endswith("ForConditionalGeneration"))
 """Those of them that read images."""
-TESTED_WITH_WINDOWS = frozenset({"Gemma3ForCausalLM", "GraniteSWAForCausalLM", "Olmo2ForCausalLM"})
+TESTED_WITH_WINDOWS = frozenset({"Gemma3ForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "Olmo2ForCausalLM"})
 """Those with full and sliding-window layers in turns, which have been tested with SGLang 0.5.23 alone."""

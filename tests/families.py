@@ -85,6 +85,12 @@ TURNS = ["sliding_attention", "full_attention"] * 3
 WINDOWS = {"num_hidden_layers": 6, "layer_types": TURNS, "sliding_window": 40}  # full and sliding-window layers in turns
 SINKS = {  # learned sinks in all layers
     "granite-swa": Family("granite_swa", 4, 2, WINDOWS | {"attention_multiplier": 0.25}),
+    "granite-moe-swa": Family(  # its first layer has no window, and is dense
+        "granitemoe_swa",
+        4,
+        2,
+        WINDOWS | experts("num_local_experts", intermediate_size=32, attention_multiplier=0.25, layer_types=TURNS[::-1]),
+    ),
 }
 ONE_POOL = {  # SGLang keeps KV of both kinds of layers in one pool, and FreeKV in two
     "gemma-3": Family(  # 1B: norms of each head, another RoPE in full layers
