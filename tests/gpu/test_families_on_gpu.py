@@ -42,7 +42,7 @@ class Served(NamedTuple):
 HYBRID = Served(HYBRIDS["qwen3.5"], WIDE | LINEAR | dict(head_dim=256), {"--max-mamba-cache-size": 64})
 NARROW = dict(hidden_size=512, intermediate_size=512, head_dim=64, num_attention_heads=8)
 SINKS = Served(WINDOWED["granite-swa"], NARROW | dict(sliding_window=128, attention_multiplier=0.125), {}, attention="triton")
-WINDOWS = Served(WINDOWED["gemma-3"], NARROW | dict(head_dim=256, sliding_window=128, query_pre_attn_scalar=256), {})
+WINDOWS = Served(WINDOWED["olmo-3"], NARROW | dict(sliding_window=128, num_key_value_heads=8), {})
 EXPERTS = Served(FAMILIES["qwen3-moe"], WIDE | dict(head_dim=128), {})
 MODELS = {
     "hybrid": HYBRID, "experts": EXPERTS, "windows and sinks": SINKS, "windows": WINDOWS,
