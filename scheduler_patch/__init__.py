@@ -201,6 +201,12 @@ LAUNCHER = (
         BEFORE, "controls:refuse_release",
         "it ends the scheduler if nothing was released",
     ),
+    Patch(
+        "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor.clear_preprocess_cache", "self",
+        AROUND, "images:clear_cache",
+        "Mistral 3's processor wraps the one that has the cache, and a flush of the server is answered with status 500",
+        since="0.5.23",
+    ),
     *(
         Patch(
             f"sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.{name}", "self obj request",

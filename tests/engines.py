@@ -64,8 +64,6 @@ def serve(job: dict[str, Any], answers: Path) -> None:
     for request in job.get("aborted", ()):
         found.append(engine.loop.run_until_complete(abort(engine, **request)))
     if "aborted" in job:
-        processor = engine.tokenizer_manager.mm_processor
-        processor.mm_preprocess_cache = getattr(processor, "mm_preprocess_cache", {})  # SGLang clears one that Mistral 3's lacks
         engine.flush_cache()
         found.append(engine.loop.run_until_complete(held(engine)))
     answers.write_text(json.dumps(found))

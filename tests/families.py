@@ -101,8 +101,13 @@ ONE_POOL = {  # SGLang keeps KV of both kinds of layers in one pool, and FreeKV 
 WINDOWED = SINKS | ONE_POOL
 
 
+def spread(hidden_size: int = 64, **_) -> float:
+    """Of weights, by the width of a model."""
+    return 0.4 * (64 / hidden_size) ** 0.5
+
+
 def make_model(family: Family, path: Path, **changes: int) -> None:
-    """Write a checkpoint of the family, with ``changes`` to its config."""
+    """Write a checkpoint of the family, with ``changes`` to its config. Wider ones have smaller weights, so that rounding stays as small."""
     shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "head_dim": 16}
     heads = {"num_attention_heads": family.query_heads, "num_key_value_heads": family.kv_heads}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # by default beyond the vocabulary
@@ -113,7 +118,7 @@ def make_model(family: Family, path: Path, **changes: int) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.kind, **fields), dtype=torch.float32)
     with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.3))
+            parameter.add_(torch.randn_like(parameter) * (spread(**changes) if parameter.ndim > 1 else 0.3))
         if family.kind == "gemma3_text":  # it makes embeddings larger, and with tied ones each token would repeat itself
             model.get_input_embeddings().weight.mul_(0.1)
         for name, parameter in model.named_parameters():

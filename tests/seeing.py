@@ -28,13 +28,14 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from families import EIGHT, EVERY, LINEAR, SHARED, experts
+from families import EIGHT, EVERY, LINEAR, SHARED, experts, spread
 
 VOCABULARY, LAYERS, WIDTH = 512, 4, 64
 TEXT = dict(
     vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS, max_position_embeddings=8192,
     num_key_value_heads=2, rms_norm_eps=1e-6, tie_word_embeddings=False,
 ) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # fmt: skip
+CALM = 0.5  # of queries and keys in wider models, whose attention would turn rounding into other tokens
 SECTIONS = {"mrope_section": [4, 2, 2]}  # frequencies that turn by time, height and width
 
 
@@ -146,8 +147,11 @@ def make_model(family: Family, path: Path, **changes: Any) -> None:
     with torch.no_grad():  # biases and norms start as constants, and small weights make every token and every page alike
         for name, parameter in model.named_parameters():
             parameter.add_(
-                torch.randn_like(parameter) * (0.2 if "visual" in name or "vision" in name else 0.3 if parameter.ndim < 2 else 0.4)
+                torch.randn_like(parameter)
+                * (0.2 if "visual" in name or "vision" in name else 0.3 if parameter.ndim < 2 else spread(**changes))
             )
+            if changes and name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(CALM)
             if "merger.linear_fc2" in name:
                 parameter.mul_(family.loud)
     model.save_pretrained(path)
