@@ -29,7 +29,8 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
             ``has_states`` if the model has linear attention, ``has_sinks`` if it has learned sinks, and sliding-window layers beside full
             ones. In place of the prompts there may be ``requests``, keyword arguments of ``Engine.generate``, which are answered one after
             the other; and ``aborted``, the same with ``tokens``, behind which each of them is aborted. What each of these has said in the
-            end follows the answers, and then what the scheduler holds of the KV.
+            end follows the answers, and then what the scheduler holds of the KV. With ``retract_every`` one of several requests is
+            retracted every so many passes.
         directory: for the log and the answers of each job.
         environment: variables for all of them.
 
@@ -50,11 +51,14 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
 def serve(job: dict[str, Any], answers: Path) -> None:
     """In a fork: run one engine on the prompts of ``job``, and write what it answers."""
     import sglang
+    from sglang.srt.managers import scheduler
 
     if job.get("has_states"):
         serve_states("kv_retrieval" in job["engine"])
     if job.get("has_sinks"):
         serve_windows()
+    if "retract_every" in job:
+        scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, job["retract_every"]
     engine = sglang.Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
     if "requests" in job:

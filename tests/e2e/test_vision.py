@@ -30,8 +30,10 @@ ASKED = {  # name -> text and the seeds of its images, in the order of asking
     "two, the other way": (SHORT + TWO, 1, 0), "long": (LONG, 2), "long, again": (LONG, 2), "long, other image": (LONG, 3),
     "long, two images": (LONG + TWO, 2, 3), "text": (PLAIN,),
 }  # fmt: skip
-WITHIN, TOGETHER = tuple(ASKED)[:5], 6  # so many at once, of which SGLang retracts one every few steps
+WITHIN = tuple(ASKED)[:5]
+TOGETHER = [(SHORT, seed) for seed in range(6)]  # asked at once
 BEYOND = "long", "long, other image", "long, two images", "text"
+PICTURED = list(dict.fromkeys([*(each for each in ASKED.values() if len(each) > 1), *TOGETHER]))  # stock SGLang is asked these at once
 ENDED = (SHORT, 3), (SHORT + PLAIN * 6, 0)  # aborted behind so many tokens, and in a chunk of its prompt
 ENGINE = dict(
     device="cpu", dtype="float32", max_total_tokens=8192, max_running_requests=4, random_seed=0, enable_multimodal=True,
@@ -46,7 +48,8 @@ OURS = dict(
     freekv_window=SETTINGS.window,
     freekv_resident_memory=0,
 )
-ENVIRONMENT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+RETRACT_EVERY = 5  # passes
 
 
 def test_the_architectures_that_are_called_tested_are_these():
@@ -62,10 +65,9 @@ def request(name: str, text: str, *seeds: int) -> dict:
     return {"prompt": text.format(*[FAMILIES[name].picture] * len(seeds))} | ({"image_data": images} if images else {})
 
 
-def requests(name: str) -> list[dict]:
-    """Each of ``ASKED`` alone, then several at once."""
-    together = [request(name, SHORT, seed) for seed in range(TOGETHER)]
-    return [*(request(name, *each) for each in ASKED.values()), {key: [one[key] for one in together] for key in together[0]}]
+def at_once(name: str, asked: list[tuple]) -> dict:
+    alone = [request(name, *each) for each in asked]
+    return {key: [one[key] for one in alone] for key in alone[0]}
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +80,31 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(models) -> dict[str, list]:
-    """``stock-NAME`` and ``ours-NAME`` -> the answers to all requests; ours are followed by those that were aborted, and what is held then."""
+    """``stock-NAME`` -> answers to those of PICTURED, and one to the text. ``ours-NAME`` -> an answer to each of ASKED, the answers to
+    those of TOGETHER, one to each of ENDED, and what is held then."""
     jobs = {}
     for name in FAMILIES:
-        job = {"requests": requests(name), "new_tokens": NEW_TOKENS, "has_states": name in HYBRIDS}
+        job = {"new_tokens": NEW_TOKENS, "has_states": name in HYBRIDS}
         engine = ENGINE | {"model_path": str(models / name)} | ({"max_mamba_cache_size": SLOTS} if name in HYBRIDS else {})
         chosen = {f"freekv_{field}": getattr(settings_of(name), field) for field in ("tau", "hysteresis")}
-        jobs[f"stock-{name}"] = job | {"engine": engine | STOCK}
+        asked = [at_once(name, PICTURED), request(name, PLAIN)]
+        jobs[f"stock-{name}"] = job | {"engine": engine | STOCK, "requests": asked}
+        asked = [*(request(name, *each) for each in ASKED.values()), at_once(name, TOGETHER)]
         aborted = [request(name, text, 0) | {"tokens": tokens} for text, tokens in ENDED]
-        jobs[f"ours-{name}"] = job | {"engine": engine | OURS | chosen, "aborted": aborted}
+        job |= {"retract_every": RETRACT_EVERY, "requests": asked, "aborted": aborted}
+        jobs[f"ours-{name}"] = job | {"engine": engine | OURS | chosen}
     wait_for_room(1)
-    return engines.run_all(jobs, models, ENVIRONMENT)
+    return engines.run_all(jobs, models, STRICT)
 
 
-def of(answers: dict[str, list], whose: str, name: str) -> dict[str, dict]:
-    return dict(zip(ASKED, answers[f"{whose}-{name}"]))
+def stock_of(answers: dict[str, list], name: str) -> dict[tuple, list[int]]:
+    """Text and seeds -> stock SGLang's tokens."""
+    pictured, text = answers[f"stock-{name}"]
+    return {each: answer["output_ids"] for each, answer in zip([*PICTURED, (PLAIN,)], [*pictured, text], strict=True)}
+
+
+def ours_of(answers: dict[str, list], name: str) -> dict[str, dict]:
+    return dict(zip(ASKED, answers[f"ours-{name}"]))
 
 
 def ends(name: str, tokens: int) -> int:
@@ -103,14 +115,14 @@ def ends(name: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_within_the_budget_tokens_are_stock_sglangs(answers, name):
-    stock, ours = of(answers, "stock", name), of(answers, "ours", name)
-    assert all(ours[asked]["output_ids"] == stock[asked]["output_ids"] for asked in WITHIN)
-    assert len({tuple(stock[asked]["output_ids"]) for asked in WITHIN}) == len(WITHIN) - 1  # each image is read, and its place
+    stock, ours = stock_of(answers, name), ours_of(answers, name)
+    assert all(ours[asked]["output_ids"] == stock[ASKED[asked]] for asked in WITHIN)
+    assert len({tuple(stock[ASKED[asked]]) for asked in WITHIN}) == len(WITHIN) - 1  # each image is read, and its place
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_image_is_a_hit_and_another_is_none(answers, name):
-    ours = of(answers, "ours", name)
+    ours = ours_of(answers, name)
     length = {asked: answer["meta_info"]["prompt_tokens"] for asked, answer in ours.items()}
     hits = {asked: answer["meta_info"]["cached_tokens"] for asked, answer in ours.items()}
     assert hits["short"] == hits["other image"] == hits["long"] == 0
@@ -123,9 +135,9 @@ def test_the_same_image_is_a_hit_and_another_is_none(answers, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_requests_that_are_retracted_go_on_with_their_images(answers, name):
-    stock, ours = (answers[f"{whose}-{name}"][len(ASKED)] for whose in ("stock", "ours"))
+    stock, ours = stock_of(answers, name), answers[f"ours-{name}"][len(ASKED)]
     assert sum(answer["meta_info"]["num_retractions"] for answer in ours) > 0
-    assert [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in stock]
+    assert [answer["output_ids"] for answer in ours] == [stock[each] for each in TOGETHER]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -140,15 +152,15 @@ def test_an_aborted_request_with_an_image_leaves_nothing(answers, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_beyond_the_budget_tokens_are_the_oracles(models, answers, name):
     """But for images of Mistral 3, of which stock SGLang itself makes other tokens than transformers."""
-    oracle, stock, ours = Oracle(models / name), of(answers, "stock", name), of(answers, "ours", name)
+    oracle, stock, ours = Oracle(models / name), stock_of(answers, name), ours_of(answers, name)
     for each in ["text"] if name.startswith("mistral") else BEYOND:
         text, *seeds = ASKED[each]
         seen = inputs(models / name, request(name, text, *seeds)["prompt"], [picture(seed) for seed in seeds])
         token_ids, _ = seen.pop("input_ids")[0].tolist(), seen.pop("attention_mask")
         dense, retrieved = (oracle.generate(token_ids, NEW_TOKENS, settings, seen=seen) for settings in (None, settings_of(name)))
-        assert stock[each]["output_ids"] == dense.tokens
+        assert stock[ASKED[each]] == dense.tokens
         assert ours[each]["output_ids"] == retrieved.tokens
         corrected = [flag for step in retrieved.corrected for layer in step for flag in layer]
         assert ours[each]["meta_info"]["freekv"]["corrections"] == sum(corrected) < len(corrected)
-    assert any(ours[each]["output_ids"] != stock[each]["output_ids"] for each in BEYOND)
+    assert any(ours[each]["output_ids"] != stock[ASKED[each]] for each in BEYOND)
     assert all(ours[each]["meta_info"]["freekv"]["recalled_units"] > 0 for each in BEYOND)
