@@ -76,6 +76,15 @@ FRONT = OPTIONS + (
         "SGLang asserts that a CPU keeps no states in the prefix cache, where it has no kernels for it",
         since="0.5.22",
     ),
+    Patch(
+        "sglang.srt.arg_groups.model_hook.attention_backends_of", "cfg", ATTRIBUTE, "backend_names:of_settings",
+        "SGLang asserts that gpt-oss has an attention backend with windows and learned sinks, by a list of names",
+        since="0.5.20",
+    ),
+    Patch(
+        "sglang.srt.server_args.ServerArgs._resolved_attention_backends", "self", AROUND, "backend_names:of_server_args",
+        "the same", until="0.5.20",
+    ),
 )
 
 LAUNCHER = (
@@ -492,6 +501,11 @@ SCHEDULER_ON_CPU = (
         "conv_states_pool ssm_states_pool cache_indices mamba_track_mask mamba_track_indices batch_size check_freed_slots",
         REPLACE, "linear_attention:track_states",
         "a Triton kernel copies the states that a decode step leaves to the prefix cache",
+    ),
+    Patch(
+        "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.swiglu_gpt_oss_sigmoid_alpha", "x gemm1_alpha gemm1_limit",
+        REPLACE, "experts:clamped_swiglu",
+        "it is compiled at its first use, which takes a C++ compiler, and the scheduler waits for a quarter of a minute",
     ),
     Patch(
         "torch.Tensor.pin_memory", None, AROUND, "linear_attention:pageable",

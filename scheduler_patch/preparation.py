@@ -104,6 +104,8 @@ def _prepare_cpu(config: FreeKVConfig, asked: SimpleNamespace) -> dict[str, Any]
         )
     cpu.prepare_process()
     settings: dict[str, Any] = {"disable_prefill_cuda_graph": True}
+    if asked.moe_runner_backend == "auto":
+        settings["moe_runner_backend"] = "triton"  # for gpt-oss SGLang would choose kernels that no CPU runs
     if asked.grammar_backend is None:
         settings["grammar_backend"] = "llguidance"  # SGLang's default, xgrammar, masks on GPUs only
     return settings

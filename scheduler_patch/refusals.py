@@ -13,7 +13,7 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang.srt.environ import envs
 
 from sglang_freekv import releases
-from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS
+from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS, WINDOWS_ON_OLDER_RELEASES
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
@@ -68,7 +68,7 @@ MODEL_RULES = (
         + NOT_MIXED,
     ),
     Rule(
-        lambda m, a: _tested_with_windows(m) and not releases.has("tree paths"),
+        lambda m, a: _tested_with_windows(m) and not (releases.has("tree paths") or _architecture(m) in WINDOWS_ON_OLDER_RELEASES),
         "its sliding-window layers have been tested with SGLang 0.5.23 alone",
     ),
     Rule(
@@ -133,6 +133,10 @@ RESOLVED_RULES = (
         lambda s, m, c: s.cuda_graph_config and s.cuda_graph_config.prefill.backend not in ("breakable", "disabled"),  # the doctor has none
         "--kv-retrieval {c.method}: SGLang chooses --cuda-graph-backend-prefill {s.cuda_graph_config.prefill.backend} here, and FreeKV's "
         "prefill cannot be captured so; use --cuda-graph-backend-prefill disabled",
+    ),
+    Rule(
+        lambda s, m, c: m.is_hybrid_swa and c.canary != "off" and not releases.has("tree paths"),
+        "--freekv-canary {c.canary}: with window layers it has been tested with SGLang 0.5.23 alone; use --freekv-canary off",
     ),
     Rule(
         lambda s, m, c: m.is_hybrid_swa and envs.SGLANG_SWA_EVICTION_INTERVAL.get() > SLIDE,
@@ -218,7 +222,11 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
 
 def _tested_with_windows(model) -> bool:
     """Whether servers of models with these full and window layers, and with their learned sinks, have been tested."""
-    return model.hf_config.architectures[0] in TESTED_WITH_WINDOWS and model.is_hybrid_swa
+    return _architecture(model) in TESTED_WITH_WINDOWS and model.is_hybrid_swa
+
+
+def _architecture(model) -> str:
+    return model.hf_config.architectures[0]
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:

@@ -37,7 +37,7 @@ class Patch:
         target: dotted path of the function or method of SGLang.
         parameters: names of its parameters, blank-separated. Releases that differ have one string each, the oldest first.
             None if they do not matter.
-        kind: BEFORE, AFTER, AROUND or REPLACE, or ATTRIBUTE, which puts the hook in the place of an attribute that is no function.
+        kind: BEFORE, AFTER, AROUND or REPLACE, or ATTRIBUTE, which puts the hook in the place of an attribute of one class or module.
         hook: ``module:name`` in this package, imported when the patch is attached.
         why: the reason for the hook.
         since: the first release of SGLang that is hooked; None for every one.
@@ -104,7 +104,8 @@ def register(patches: Iterable[Patch]) -> None:
     for patch, hook in hooks:
         _registered.add(patch)
         if patch.kind == ATTRIBUTE:
-            setattr(*_place(patch), staticmethod(hook))
+            owner, name = _place(patch)
+            setattr(owner, name, staticmethod(hook) if isinstance(owner, type) else hook)
             continue
         if patch.target in HookRegistry._patched:  # another plugin has hooked it, and SGLang would skip ours: hook the result
             HookRegistry._patched.discard(patch.target)

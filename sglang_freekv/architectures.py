@@ -7,6 +7,7 @@ TESTED_ARCHITECTURES = frozenset(
     {
         "Gemma3ForCausalLM",
         "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeSWAForCausalLM",
         "GraniteSWAForCausalLM",
@@ -34,5 +35,12 @@ TESTED_ARCHITECTURES = frozenset(
 oracle's."""
 TESTED_WITH_IMAGES = frozenset(name for name in TESTED_ARCHITECTURES if name.endswith("ForConditionalGeneration"))
 """Those of them that read images."""
-TESTED_WITH_WINDOWS = frozenset({"Gemma3ForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "Olmo2ForCausalLM"})
-"""Those with full and sliding-window layers in turns, which have been tested with SGLang 0.5.23 alone."""
+WINDOWS_ON_OLDER_RELEASES = frozenset({"GptOssForCausalLM"})
+"""Those with full and sliding-window layers in turns that have been tested with SGLang 0.5.17, too."""
+TESTED_WITH_WINDOWS = WINDOWS_ON_OLDER_RELEASES | {
+    "Gemma3ForCausalLM",
+    "GraniteMoeSWAForCausalLM",
+    "GraniteSWAForCausalLM",
+    "Olmo2ForCausalLM",
+}
+"""All of those."""

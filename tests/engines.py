@@ -55,7 +55,7 @@ def serve(job: dict[str, Any], answers: Path) -> None:
 
     if job.get("has_states"):
         serve_states("kv_retrieval" in job["engine"])
-    if job.get("has_sinks"):
+    if job.get("has_sinks") and "kv_retrieval" not in job["engine"]:
         serve_windows()
     if "retract_every" in job:
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, job["retract_every"]
@@ -112,11 +112,13 @@ def serve_states(retrieves: bool) -> None:
 
 def serve_windows() -> None:
     """Have stock SGLang attend on a CPU to its two pools of such models. Its own attention there knows no learned sinks, and reads the pool of
-    window layers by an index of the other."""
+    window layers by an index of the other. gpt-oss's experts need not wait for a compiler."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from sglang_freekv.cpu_attention import WindowedAttention
+    from sglang_freekv.scheduler_patch import SCHEDULER_ON_CPU, registry
 
+    registry.apply(patch for patch in SCHEDULER_ON_CPU if patch.hook.startswith("experts:"))
     ATTENTION_BACKENDS["torch_native"] = WindowedAttention
 
 

@@ -91,6 +91,16 @@ SINKS = {  # learned sinks in all layers
         2,
         WINDOWS | experts("num_local_experts", intermediate_size=32, attention_multiplier=0.25, layer_types=TURNS[::-1]),
     ),
+    "gpt-oss": Family(  # 20B: groups of eight, heads of 64 that together are wider than the model, biases, and YaRN without whole dimensions
+        "gpt_oss",
+        16,
+        2,
+        experts("num_local_experts", intermediate_size=48)
+        | WINDOWS
+        | {"head_dim": 64, "sliding_window": 128}
+        | rotary("yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=128),
+        {"swiglu_limit": 7.0},
+    ),
 }
 ONE_POOL = {  # SGLang keeps KV of both kinds of layers in one pool, and FreeKV in two
     "gemma-3": Family(  # 1B: norms of each head, another RoPE in full layers

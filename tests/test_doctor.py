@@ -36,7 +36,7 @@ REFUSED = {  # a config that differs from Llama's, and a word of the reason
     "local attention": ({"attention_chunk_size": 8192}, "chunks of 8192"),
     "sliding window": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}, "window of 4096"),
     "window and full": (
-        {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "sliding_window": 128, "rope_scaling": None}, "window",
+        {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window": 128, "rope_scaling": None}, "window",
     ),
     "soft-capping": ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
     "asymmetric": ({"v_head_dim": 64}, "differ in width (128 and 64)"),
@@ -354,6 +354,18 @@ def test_states_of_linear_attention_are_counted(ask, tmp_path, name, ranks):
     assert device["per_request"] > 10 * slot
     assert answer.code == 0 and answer.found["frames"].figures["rows"] == 4
     assert "not tested" not in answer.found["model"].value
+
+
+def test_gpt_oss_with_experts_in_four_bits(ask):
+    """Every second of 24 layers sees all. Of 20.9 billion parameters, 19.1 are of experts, and are kept in 4 bits with a byte for 32 of them."""
+    machine = "--gpu", "H200", "--host-memory", 128, "--requests", 8, "--context-length", 131072
+    answer = ask(None, "--model-path", LLAMA.with_name("gpt-oss-20b.json"), *machine)
+    assert answer.code == 0, answer.err
+    experts, parameters = 24 * 32 * 3 * 2880 * 2880, 20_914_757_184  # as published
+    figures = answer.found["weights"].figures
+    assert (figures["parameters"], figures["bytes"]) == (parameters, 2 * (parameters - experts) + experts * 17 // 32)
+    assert answer.tiers["host pool"]["per_token"] == 12 * 2 * 8 * 64 * 2
+    assert answer.found["model"].value.endswith("bfloat16, context 131072")  # and not: not tested
 
 
 def test_states_take_the_rows_of_a_small_gpu():

@@ -253,12 +253,13 @@ def test_stop_token_ends_the_result_and_settings_do_not_leak():
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:5]], ids=["beyond the window", "within it"])
-def test_windows_and_learned_sinks_are_those_of_transformers(prompt):
-    granite_swa = pytest.importorskip("transformers.models.granite_swa")
+@pytest.mark.parametrize("kind", ["granite_swa", "gpt_oss"])
+def test_windows_and_learned_sinks_are_those_of_transformers(kind, prompt):
+    pytest.importorskip(f"transformers.models.{kind}")
     turns = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16, "num_hidden_layers": 4, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(granite_swa.GraniteSWAConfig(**turns, **heads), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **turns, **heads), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (2.0 if name.endswith("sinks") else 0.2))

@@ -161,6 +161,20 @@ def test_a_step_reads_the_experts_that_tokens_are_routed_to(shape, layers, idle,
     assert one < capacity.weight_bytes(setup, 2) < one + layers * 8 * expert
 
 
+def test_bytes_of_window_layers_and_of_experts_in_four_bits_by_hand():
+    setup = replace(LLAMA, shape="gpt-oss-20b")
+    expert = 3 * 2880 * 2880 * 17 // 32  # half a byte, and one for 32 of them
+    one, many = (capacity.weight_bytes(setup, batch) for batch in (1, 1000))
+    assert one == pytest.approx(many - 24 * 28 * expert)
+    attention = 2880 * 64 * (64 + 8 + 8) + 64 * (64 + 8 + 8) + 64 + 64 * 64 * 2880 + 2880  # and sinks
+    router, biases, norms = 32 * 2881, 32 * 3 * 2880, 2 * 2880
+    shared = 24 * (attention + router + biases + norms) + 201088 * 2880 + 2880
+    assert many == pytest.approx(2 * shared + 24 * 32 * expert)
+    token, near, full = 2 * 8 * 64 * 2, 12 * 128, 12 * 32768
+    assert capacity.kv_bytes(setup, "stock", 32768)["hbm_bytes"] == token * (full + near)
+    assert capacity.kv_bytes(setup, "freekv", 32768)["hbm_bytes"] == token * (full / 32 + 12 * 2048 + near)
+
+
 def test_bytes_of_a_step_by_hand():
     weights = 2 * (8_030_261_248 - 128256 * 4096)  # as published, less the embeddings, of which a step reads a row
     assert capacity.bytes_of(LLAMA, "stock", 32768, 4) == {"hbm_bytes": weights + 4 * 32768 * 32 * LAYER_TOKEN, "link_bytes": 0}

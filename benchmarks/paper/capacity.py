@@ -11,6 +11,7 @@ from benchmarks.setups import Setup
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.model import Model
+from sglang_freekv.launch.quantization import quantization_of
 from sglang_freekv.memory_pool.sizing import Sizing
 
 DEVICE_POOLS = ("device_cache_bytes", "digest_bytes", "dense_bytes", "staging_bytes", "canary_bytes")  # as server_info names them
@@ -53,7 +54,7 @@ def sizing_of(setup: Setup) -> Sizing:
 
 
 def token_bytes(sizing: Sizing) -> int:
-    """Keys and values of one token in all layers."""
+    """Keys and values of one token in all layers that keep them of the whole context."""
     return (sizing.shape.retrieval_layers + sizing.shape.dense_layers) * sizing.shape.layer_token_bytes
 
 
@@ -128,19 +129,31 @@ def weight_bytes(setup: Setup, batch: int) -> float:
     experts = given.get("num_experts") or given.get("num_local_experts", 0)
     if not experts:
         return model.weight_bytes - looked_up
-    width = given.get("moe_intermediate_size", text.intermediate_size)
-    of_experts = text.num_hidden_layers * experts * 3 * text.hidden_size * width * size
+    of_experts = text.num_hidden_layers * experts * expert_bytes(setup)
     return model.weight_bytes - looked_up - of_experts * (1 - text.num_experts_per_tok / experts) ** batch
+
+
+def expert_bytes(setup: Setup) -> int:
+    """The matrices of one expert in one layer, as the checkpoint stores them."""
+    model, given = model_of(setup), setup.config
+    hidden, width = given["hidden_size"], given.get("moe_intermediate_size", given["intermediate_size"])
+    quantization = quantization_of(model.config.quantization, given.get("quantization_config"))
+    scheme = quantization and quantization.scheme_of("experts")
+    if scheme is None:
+        return 3 * hidden * width * model.dtype.itemsize
+    return scheme.num_bytes(2 * width, hidden) + scheme.num_bytes(hidden, width)
 
 
 def kv_bytes(setup: Setup, system: str, context: int, missed: float = 0.0) -> dict[str, float]:
     """What a decode step moves of the KV of one request."""
     sizing = sizing_of(setup)
+    near = min(sizing.shape.window, context) * sizing.shape.layers.near * sizing.shape.layer_token_bytes
     if system.startswith("stock"):
-        return {"hbm_bytes": context * token_bytes(sizing), "link_bytes": 0}
+        return {"hbm_bytes": context * token_bytes(sizing) + near, "link_bytes": 0}
     attended = min(setup.budget, context) * sizing.host_bytes_per_token
     recalled = missed * sizing.config.pages.selected * setup.page_size * sizing.host_bytes_per_token
-    return {"hbm_bytes": context * sizing.device_bytes_per_token + attended + recalled, "link_bytes": recalled}
+    read = sizing.dense_bytes_per_token + sizing.digest_bytes_per_token
+    return {"hbm_bytes": context * read + attended + recalled + near, "link_bytes": recalled}
 
 
 def request_bytes(setup: Setup, system: str, prompt: int, answer: int, missed: float = 0.0) -> dict[str, float]:

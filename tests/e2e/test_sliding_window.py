@@ -15,11 +15,15 @@ from families import VOCABULARY, WINDOWED, make_model
 from oracle import Oracle, OracleSettings
 from room import room_for
 from serving import FaultyServer, freekv, start_all, stop_all, wait_until
+from sglang_freekv import releases
 from sglang_freekv.launch.server import ServerFailed
+
+pytestmark = pytest.mark.both_releases
 
 NEW_TOKENS, ROWS, CHUNK, TOKENS = 24, 4, 256, 1536
 SHORT, LONG = 60, 200  # tokens of an answer: a window slides more than once, and four such requests fill the pool before they end
-SETTINGS = OracleSettings(budget=416, sink=16, window=32, tau=0.5, page=8, dense_layers=(1,))
+SETTINGS = OracleSettings(budget=416, sink=16, window=32, tau=0.0, page=8, dense_layers=(1,))
+IS_NEW = releases.has("tree paths")  # the canary of the other release knows no windows
 ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
@@ -31,8 +35,9 @@ def make_prompts(seed: int, *lengths: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> SimpleNamespace:
     path = tmp_path_factory.mktemp("windows")
-    make_model(WINDOWED["granite-swa"], path)
-    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau, dense_layers=1, canary="full")
+    make_model(WINDOWED["gpt-oss"], path)
+    flags = freekv(SETTINGS.budget, sink=SETTINGS.sink, window=SETTINGS.window, tau=SETTINGS.tau, dense_layers=1)
+    flags |= {"--freekv-canary": "full" if IS_NEW else "off"}
     flags |= {"--model-path": path, "--skip-tokenizer-init": True, "--page-size": SETTINGS.page, "--chunked-prefill-size": CHUNK}
     flags |= {"--max-running-requests": ROWS, "--max-total-tokens": TOKENS, "--prefill-max-requests": 1, "--schedule-conservativeness": 0.1}
     flags |= {"--enable-priority-scheduling": True}
@@ -61,11 +66,12 @@ def test_tokens_are_the_oracle_s_cold_and_behind_a_window(served):
         assert [answer["meta_info"]["cached_tokens"] for answer in answers] == cached
         corrections = [answer["meta_info"]["freekv"]["corrections"] for answer in answers]
         assert corrections == [sum(flag for step in result.corrected for layer in step for flag in layer) for result in expected]
+        assert 0 < sum(corrections) < len(prompts) * (NEW_TOKENS - 1) * 2 * 2  # of two retrieval layers and two kv heads
     assert answers[4]["meta_info"]["freekv"]["recalled_units"] > 0
-    shared = prompts[4][:640] + prompts[3][:60]  # the host has all 640 tokens, but the tree a window behind each chunk
+    shared = prompts[4][:640] + prompts[3][:60]  # the host has all 640 tokens, but the newer tree a window behind each chunk
     answer = server.generate(shared, NEW_TOKENS)
     assert answer["output_ids"] == oracle.generate(shared, NEW_TOKENS, SETTINGS).tokens
-    assert answer["meta_info"]["cached_tokens"] == 2 * CHUNK
+    assert answer["meta_info"]["cached_tokens"] == (2 * CHUNK if IS_NEW else 640)
     assert_windows_are_free(server)
 
 
@@ -122,6 +128,7 @@ def test_a_request_that_ends_early_leaves_nothing(served, how):
     assert_windows_are_free(server)
 
 
+@pytest.mark.skipif(not IS_NEW, reason="the canary is refused with window layers on this release")
 def test_a_page_that_changed_ends_its_request_and_is_computed_anew_behind_a_window(served):
     """Nobody else has been told of a fault until then."""
     server, oracle = served.server, served.oracle

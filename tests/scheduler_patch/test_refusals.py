@@ -172,7 +172,6 @@ MODELS = {  # name: (changes to the Llama config, what the refusal says)
 }
 WINDOWED = "it mixes {} full attention layers with {} that attend to a sliding window of 128 tokens, and full layers beside others are not"
 FAMILIES = {  # model type of transformers: (architecture, what its config says otherwise, what the refusal says)
-    "gpt_oss": ("GptOssForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it has learned attention sinks"),
     "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it caps attention logits"),
     # SGLang 0.5.23 itself reads this family only if all its layers have one width
     "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128, "global_head_dim": 256}, WINDOWED.format(2, 6)),
@@ -239,7 +238,7 @@ SEEING = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
-SLIDING = {"gemma3_text": "Gemma3ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
+SLIDING = {"gemma3_text": "Gemma3ForCausalLM", "gpt_oss": "GptOssForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 if not releases.has("tree paths"):
     untested = "--kv-retrieval freekv does not serve Qwen3NextForCausalLM: its gated delta nets have been tested with SGLang 0.5.23 alone; "
     HYBRIDS, HYBRID_VALUES, HYBRID_FINE, HYBRIDS_FINE = {"qwen3_next": HYBRIDS["qwen3_next"]}, {(): untested}, (), ()
@@ -346,7 +345,7 @@ def test_family(refusal, kind):
 
 @pytest.mark.parametrize("kind", SLIDING)
 def test_window_layers_are_served_where_servers_ran_with_them(facts, refusal, kind):
-    if releases.has("tree paths"):
+    if releases.has("tree paths") or kind == "gpt_oss":
         assert facts["outcomes"][f"model {kind}"].get("config"), facts["outcomes"][f"model {kind}"]
     else:
         assert "its sliding-window layers have been tested with SGLang 0.5.23 alone; " in refusal(f"model {kind}")
@@ -358,6 +357,12 @@ def test_models_that_read_images_are_served_where_servers_ran_with_them(facts, r
         assert facts["outcomes"][f"model {kind}"].get("config"), facts["outcomes"][f"model {kind}"]
     else:
         assert "it reads images, and has been tested with SGLang 0.5.23 alone; " in refusal(f"model {kind}")
+
+
+def test_gpt_oss_gets_our_attention_and_on_a_cpu_other_experts(facts):
+    """SGLang asserts that its attention is on a list, and chooses kernels for it that no CPU runs."""
+    outcome = facts["outcomes"]["model gpt_oss"]
+    assert outcome["settings"]["attention_backend"] == "freekv" and outcome["fields"]["moe_runner_backend"] == "'triton'"
 
 
 def test_states_are_served_where_servers_ran_with_them(monkeypatch):
@@ -428,6 +433,10 @@ def test_what_sglang_insists_on(monkeypatch):
         refuse(cuda_graph_config=graphs("full"))
     model.is_hybrid_swa = True
     refuse()
+    for is_new, expected in ((True, nullcontext()), (False, pytest.raises(Refusal, match="--freekv-canary full: with window layers it"))):
+        monkeypatch.setattr(refusals.releases, "has", lambda name: is_new)
+        with expected:
+            refuse(canary="full")
     with envs.SGLANG_SWA_EVICTION_INTERVAL.override(256):
         with pytest.raises(Refusal, match="SGLANG_SWA_EVICTION_INTERVAL: expected at most 128"):
             refuse(device="cpu", grammar_backend="llguidance", tp_size=1)
@@ -496,14 +505,19 @@ def test_rarer_models(changes, reason, monkeypatch):
     with pytest.raises(Refusal, match=reason):
         refuse(**changes)
     windows = {"is_hybrid_swa": True, "swa_attention_layer_ids": [0, 2], "full_attention_layer_ids": [1, 3], "sliding_window_size": 128}
-    served = lambda: refuse(hf_config={"architectures": ["GraniteSWAForCausalLM"]}, has_attention_sinks=True, **windows)  # noqa: E731
+    granite, gpt_oss, other = (
+        windows | {"has_attention_sinks": True, "hf_config": {"architectures": [f"{name}ForCausalLM"]}}
+        for name in ("GraniteSWA", "GptOss", "Step3p5")
+    )
     monkeypatch.setattr(refusals.releases, "has", lambda name: True)
-    served()
+    refuse(**granite)
+    refuse(**gpt_oss)
     monkeypatch.setattr(refusals.releases, "has", lambda name: False)
+    refuse(**gpt_oss)
     with pytest.raises(Refusal, match="its sliding-window layers have been tested with SGLang 0.5.23 alone"):
-        served()
-    with pytest.raises(Refusal, match="mixes 2 full attention layers with 6 that attend to a sliding window"):
-        refuse(hf_config={"architectures": ["GptOssForCausalLM"]}, **windows)
+        refuse(**granite)
+    with pytest.raises(Refusal, match="mixes 2 full attention layers with 6 that attend to a sliding window.* learned attention sinks"):
+        refuse(**other)
 
 
 def test_the_launcher_ends_with_the_refusal(launcher):

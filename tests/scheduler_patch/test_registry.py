@@ -118,6 +118,10 @@ def test_an_attribute_is_replaced_where_it_is_and_nowhere_else(sglang_module, mo
     sglang_module.Holder.made_of = dict
     with pytest.raises(Drift, match="could not be hooked"):
         registry.verify([whole])
+    step = sglang_module.step  # as another module has imported it
+    of_module = Patch("some_sglang_module.step", "batch size", registry.ATTRIBUTE, "counts:collect", "a test")
+    registry.apply([of_module])
+    assert sglang_module.step is sorted is not step
 
 
 def test_every_patch_says_why_and_is_listed_once():
