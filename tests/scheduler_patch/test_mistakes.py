@@ -54,7 +54,7 @@ def client():
     """SGLang's application with the launcher's hooks, which go again after it."""
     set_global_server_args_for_tokenizer(ServerArgs(model_path="dummy", device="cpu"))
     with pytest.MonkeyPatch.context() as patched:
-        for patch in scheduler_patch.LAUNCHER:
+        for patch in filter(registry.Patch.concerns, scheduler_patch.LAUNCHER):
             place, name = patch.target.rsplit(".", 1)
             owner = pkgutil.resolve_name(place)
             patched.setattr(owner, name, vars(owner).get(name, getattr(owner, name)))
