@@ -21,7 +21,7 @@ from sglang_freekv.launch.server import ServerFailed
 pytestmark = pytest.mark.both_releases
 
 NEW_TOKENS, ROWS, CHUNK, TOKENS = 24, 4, 256, 1536
-SHORT, LONG = 60, 200  # tokens of an answer: a window slides more than once, and four such requests fill the pool before they end
+SHORT, LONG = 60, 76  # tokens of an answer: a window slides more than once, and four such requests fill the pool before they end
 SETTINGS = OracleSettings(budget=416, sink=16, window=32, tau=0.0, page=8, dense_layers=(1,))
 IS_NEW = releases.has("tree paths")  # the canary of the other release knows no windows
 ENVIRONMENT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -102,7 +102,7 @@ def test_whoever_is_preempted_resumes_and_computes_no_page_twice(served):
 
 def test_a_full_pool_retracts_a_request_that_resumes(served):
     server, oracle = served.server, served.oracle
-    prompts = make_prompts(2, *[200] * (ROWS + 1))
+    prompts = make_prompts(2, *[340] * (ROWS + 1))
     begun = len(server.log.read_text())
     answers = server.generate_all(prompts, LONG, ignore_eos=False)  # else SGLang reserves the whole answers
     assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, LONG).tokens for prompt in prompts]
