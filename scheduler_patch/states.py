@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from types import SimpleNamespace
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape, mamba2_state_dtype
@@ -15,7 +16,10 @@ from sglang_freekv.scheduler_patch.refusals import Rule
 STATE_GRID = 64  # tokens between states that a prefill may leave: SGLang's FLA_CHUNK_SIZE
 STRATEGIES = "auto", "extra_buffer"
 KERNELS = "linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend"
-UNASKED = dict.fromkeys(KERNELS) | {"mamba_radix_cache_strategy": "auto", "mamba_track_interval": 256}
+UNASKED = dict.fromkeys(KERNELS) | {
+    "mamba_radix_cache_strategy": "auto", "mamba_track_interval": 256, "mamba_full_memory_ratio": None, "max_mamba_cache_size": None,
+    "disable_radix_cache": False, "disable_overlap_schedule": False,
+}  # fmt: skip
 
 # s has SGLang's options as typed, c is the FreeKVConfig
 RULES = (
@@ -29,9 +33,23 @@ RULES = (
         "{kernels}: expected triton with this model, because no server has been tested with others; leave it out",
     ),
     Rule(
+        lambda s, c: s.mamba_track_interval < 1,
+        "--mamba-track-interval {s.mamba_track_interval}: expected at least {c.page_size}, a page; leave it out",
+    ),
+    Rule(
+        lambda s, c: s.mamba_full_memory_ratio is not None and not 0 < s.mamba_full_memory_ratio < inf,
+        "--mamba-full-memory-ratio {s.mamba_full_memory_ratio:g}: expected a number above 0, the memory for states over that for KV; leave it "
+        "out",
+    ),
+    Rule(
         lambda s, c: (STATE_GRID % c.page_size and c.page_size % STATE_GRID) or s.mamba_track_interval % c.page_size,
         "--page-size {c.page_size}: expected a divisor of --mamba-track-interval {s.mamba_track_interval}, and one of {grid} or a multiple of "
         "it, because the prefix cache keeps states of linear attention at these tokens; use --page-size 8",
+    ),
+    Rule(
+        lambda s, c: s.max_mamba_cache_size is not None and s.max_mamba_cache_size < _least_slots(s),
+        "--max-mamba-cache-size {s.max_mamba_cache_size}: expected at least {slots}, which one request takes for its states of linear "
+        "attention; use {slots} for each of --max-running-requests, or leave it out",
     ),
     Rule(
         lambda s, c: s.device == "cuda" and is_blackwell(),
@@ -49,7 +67,7 @@ def refuse_states(asked, model, config: FreeKVConfig) -> None:
     if gated_delta_nets(model) is None:
         return
     settings = SimpleNamespace(device=asked.device, **{name: getattr(asked, name, value) for name, value in UNASKED.items()})
-    words = {"kernels": " ".join(_other_kernels(settings)), "grid": STATE_GRID}
+    words = {"kernels": " ".join(_other_kernels(settings)), "grid": STATE_GRID, "slots": _least_slots(settings)}
     for rule in RULES:
         if rule.applies(settings, config):
             raise Refusal(rule.message.format(s=settings, c=config, **words))
@@ -65,6 +83,13 @@ def slot_bytes(model, ranks: int) -> int:
         state_size=config.linear_key_head_dim, conv_kernel=config.linear_conv_kernel_dim,
     )  # fmt: skip
     return Mamba2CacheParams(shape=shape, layers=config.linear_layer_ids, dtype=mamba2_state_dtype(config)).mamba_cache_per_req
+
+
+def _least_slots(settings: SimpleNamespace) -> int:
+    """State slots that SGLang counts for a request: with a prefix cache two of them, or one, are what a step leaves behind."""
+    if settings.disable_radix_cache:
+        return 1
+    return 4 if settings.disable_overlap_schedule else 5
 
 
 def _other_kernels(settings: SimpleNamespace) -> list[str]:

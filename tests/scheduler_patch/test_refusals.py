@@ -215,6 +215,12 @@ HYBRID_VALUES = {  # flags, with a model of which layers 3 and 7 have full atten
         "96",
     ): "--page-size 48: expected a divisor of --mamba-track-interval 256, and one of 64 or a multiple of it",
     ("--mamba-track-interval", "300"): "--page-size 8: expected a divisor of --mamba-track-interval 300",
+    ("--mamba-track-interval", "0"): "--mamba-track-interval 0: expected at least 8, a page; leave it out",
+    ("--mamba-full-memory-ratio", "0"): "--mamba-full-memory-ratio 0: expected a number above 0, ",
+    ("--mamba-full-memory-ratio", "nan"): "--mamba-full-memory-ratio nan: expected a number above 0, ",
+    ("--max-mamba-cache-size", "4"): "--max-mamba-cache-size 4: expected at least 5, which one request takes for its states",
+    ("--max-mamba-cache-size", "0", "--disable-radix-cache"): "--max-mamba-cache-size 0: expected at least 1, ",
+    ("--max-mamba-cache-size", "3", "--disable-overlap-schedule"): "--max-mamba-cache-size 3: expected at least 4, ",
     (
         "--freekv-dense-layers",
         "1",
@@ -227,6 +233,9 @@ HYBRID_FINE = (
     ("--page-size", "16"),
     ("--page-size", "128"),
     ("--disable-radix-cache",),
+    ("--max-mamba-cache-size", "5"),
+    ("--max-mamba-cache-size", "1", "--disable-radix-cache"),
+    ("--max-mamba-cache-size", "4", "--disable-overlap-schedule"),
     ("--freekv-dense-layers", "3"),
 )
 HYBRIDS_FINE = tuple(HYBRIDS)
