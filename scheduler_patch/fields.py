@@ -15,7 +15,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_freekv.scheduler_patch import stop_regex
+from sglang_freekv.scheduler_patch import images, stop_regex
 from sglang_freekv.scheduler_patch.mistakes import as_clients_mistake
 
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
@@ -114,6 +114,7 @@ def tokenize(original: Callable, manager, obj, input_text, input_ids, input_embe
             overrides = _overrides(obj, input_embeds, manager.model_config.hidden_size)
             input_ids, input_embeds = [1] * len(overrides.positions), None
         _check_request(manager.model_config, obj, input_ids)
+        images.refuse_unread(obj.image_data, mm_inputs)
     tokenized = as_clients_mistake(original, manager, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids)
     if generates:
         for name, kind in TOKENIZED.items():

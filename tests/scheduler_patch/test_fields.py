@@ -94,7 +94,7 @@ def tokenized(input_ids=(5, 6, 7), input_embeds=None, **body):
     ({"routed_experts_start_len": 2**70}, "routed_experts_start_len: expected a number of 64 bits"),
     ({"input_embeds": [[0.1] * 4, [0.1] * 3]}, "rows of [3, 4] numbers, expected 4"), ({"input_embeds": [[0.1] * 5]}, "rows of [5] numbers"),
     ({"input_embeds": [[NAN] * 4]}, "expected numbers from"), ({"input_embeds": [[1e300] * 4]}, "expected numbers from"),
-    ({"input_embeds": [[0.1] * 4], "session_params": {"id": "s"}}, "leave out session_params"),
+    ({"input_embeds": [[0.1] * 4], "session_params": {"id": "s"}}, "leave out session_params"), ({"image_data": "a.png"}, "reads text alone"),
 ], ids=lambda value: str(value)[:60])  # fmt: skip
 def test_what_the_model_tells_is_looked_at(body, named):
     with pytest.raises(ValueError) as refused:

@@ -21,3 +21,30 @@ def test_a_processor_that_wraps_another_clears_the_others_images():
     inner.mm_preprocess_cache["another"] = 1
     images.clear_cache(original, inner)
     assert not inner.mm_preprocess_cache
+
+
+def item(*places):
+    return SimpleNamespace(offsets=list(places))
+
+
+ONE, TWO = item((1, 24)), item((27, 50))
+
+
+@pytest.mark.parametrize("sent, items", [
+    (None, None), ([], None), ([None], None), (None, []), ("a", [ONE]), (["a"], [ONE]), (["a", None], [ONE]), (["a", "b"], [ONE, TWO]),
+    (["a", "b"], [item((1, 24), (27, 50))]), (["a"], [item((1, 4), (6, 9))]),  # an item of all images, and an image of two rows
+    (["a"], [item()]), (["a"], [SimpleNamespace(offsets=None)]),
+])  # fmt: skip
+def test_images_with_a_place_are_taken(sent, items):
+    images.refuse_unread(sent, None if items is None else SimpleNamespace(mm_items=items))
+
+
+@pytest.mark.parametrize("sent, items, named", [
+    ("a", None, "reads text alone, found 1; "), (["a", "b"], None, "reads text alone, found 2; "),
+    (["a"], [], "each of the 0 that the prompt has a place for, found 1; "), (["a", "b"], [ONE], "each of the 1 that .*, found 2; "),
+    (["a", None, "b"], [ONE], "each of the 1 that .*, found 2; "),
+])  # fmt: skip
+def test_images_without_a_place_are_refused(sent, items, named):
+    """SGLang would answer as if they had not been sent."""
+    with pytest.raises(ValueError, match=f"^image_data: expected .*{named}"):
+        images.refuse_unread(sent, None if items is None else SimpleNamespace(mm_items=items))
