@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_freekv.config import Refusal
-from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.memory_pool.sizing import SHARES_OF_STATES, Sizing
 from sglang_freekv.presets import PRESETS
 
 MOST_REQUESTS = 4096  # SGLang's default limit
 SLOTS_OF_REQUEST = 5  # SGLang's count: the running state, two that a step leaves behind, and two more
-FOR_PREFIXES = 2  # as the server has it, scheduler_patch/state_slots.py
 STATE_SHARE = 0.9 / 1.9  # of what weights leave, by SGLang's default --mamba-full-memory-ratio
 
 
@@ -96,14 +95,14 @@ class Footprint:
         return self.recalled.missed * config.pages.selected * config.page_size * self.sizing.host_bytes_per_token
 
     def device_bytes(self, requests: int) -> float:
-        """Device bytes of ``requests`` at once, including the row of padding, the staging buffers, and prefills of window layers."""
+        """Device bytes of ``requests`` at once, with the row of padding, the staging buffers, and what prefills take of window layers."""
         sizing = self.sizing
         tokens = requests * self.tokens * sizing.device_bytes_per_token
         return tokens + self.row_bytes(requests) + sizing.staging_bytes + sizing.shared_window_bytes + self.state_bytes(requests)
 
     def state_bytes(self, requests: int) -> int:
         """Device bytes of the states of ``requests``, of as many again for the prefix cache, and of padding."""
-        return (FOR_PREFIXES * SLOTS_OF_REQUEST * requests + 1) * self.slot_bytes
+        return (SHARES_OF_STATES * SLOTS_OF_REQUEST * requests + 1) * self.slot_bytes
 
     def row_bytes(self, requests: int) -> int:
         """Device bytes of the rows of ``requests``, and of the row of padding."""
@@ -131,7 +130,7 @@ class Footprint:
             Refusal: the device has no room for one request.
         """
         if self.slot_bytes:
-            slots = min(FOR_PREFIXES * SLOTS_OF_REQUEST * rows, int(device_bytes * STATE_SHARE // self.slot_bytes) - 1)
+            slots = min(SHARES_OF_STATES * SLOTS_OF_REQUEST * rows, int(device_bytes * STATE_SHARE // self.slot_bytes) - 1)
             device_bytes -= (slots + 1) * self.slot_bytes
             rows = min(rows, slots // SLOTS_OF_REQUEST)
             if rows < 1:

@@ -12,6 +12,7 @@ from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.window_kv import MAPPING_BYTES, WindowKV
 
 FRAME_TABLE_BYTES = 24  # of the tables of frames: 8 for each frame, 12 for each host page, of which there are more
+SHARES_OF_STATES = 2  # slots for states of linear attention: as many as requests may need at once, and as many for the prefix cache
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Sizing:
         config: budget, device cache, page size and canary.
         shape: KV of this rank.
         context_len: longest context, in tokens.
-        chunk: tokens of a prefill at most; below 1 are all of the context.
+        chunk: tokens of a prefill at most. Below 1 there is no limit but the context.
     """
 
     config: FreeKVConfig
@@ -172,7 +173,8 @@ class Sizing:
         left = self._left(device_bytes, tokens) - self.padding_bytes
         longest = int(left // self.row_bytes)
         if longest < 1:
-            flag, beside, also = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache", "", ""
+            flag = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache"
+            beside = also = ""
             if self.window_kv is not None:
                 beside = f" and {self.shared_window_bytes / GIB:.2f} GiB of window layers for prefills"
                 also = ", or --chunked-prefill-size"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.runtime_context import get_context, get_schedule
 
-FOR_PREFIXES = 2  # slots that are kept, as a multiple of those that requests may need at once: the others are the prefix cache's
+from sglang_freekv.memory_pool.sizing import SHARES_OF_STATES
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StateSlots:
             Bytes of device memory that were given back.
         """
         taken = get_schedule().max_mamba_cache_size
-        if self.asked or rows is None or taken <= (most := FOR_PREFIXES * self.of_request * rows):
+        if self.asked or rows is None or taken <= (most := SHARES_OF_STATES * self.of_request * rows):
             return 0
         get_context().override("freekv.state_slots", max_mamba_cache_size=most)
         return (taken - most) * self.num_bytes
