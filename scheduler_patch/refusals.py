@@ -13,7 +13,7 @@ from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 from sglang.srt.environ import envs
 
 from sglang_freekv import releases
-from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS, WINDOWS_ON_OLDER_RELEASES
+from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS, WINDOWS_ON_BOTH_RELEASES
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
@@ -26,7 +26,7 @@ from sglang_freekv.scheduler_patch.refused_flags import OFF, PADDED
 
 LEAST_PAGES = 4
 SEEING = sorted(name.removesuffix("ForConditionalGeneration") for name in TESTED_WITH_IMAGES)
-NOT_MIXED = "full layers beside others are not served yet"
+NOT_MIXED = "this mix is not served so far"
 
 
 class Rule(NamedTuple):
@@ -68,14 +68,17 @@ MODEL_RULES = (
         + NOT_MIXED,
     ),
     Rule(
-        lambda m, a: _tested_with_windows(m) and not (releases.has("tree paths") or _architecture(m) in WINDOWS_ON_OLDER_RELEASES),
+        lambda m, a: _tested_with_windows(m) and not (releases.has("tree paths") or _architecture(m) in WINDOWS_ON_BOTH_RELEASES),
         "its sliding-window layers have been tested with SGLang 0.5.23 alone",
     ),
     Rule(
         lambda m, a: has_window(m) and a.near and not a.full,
         "it attends to a sliding window of {m.sliding_window_size} tokens and has nothing far to retrieve",
     ),
-    Rule(lambda m, a: m.is_hybrid_swa and not a.near, "SGLang keeps its KV in two pools, one of windowed layers, and FreeKV in one"),
+    Rule(
+        lambda m, a: m.is_hybrid_swa and not a.near,
+        "SGLang keeps its KV in two pools, one for window layers, and its config names no such layer",
+    ),
     Rule(
         lambda m, a: m.has_attention_sinks and not _tested_with_windows(m),
         "it has learned attention sinks, and no server has been tested with them",
@@ -87,11 +90,11 @@ MODEL_RULES = (
         "its keys and values differ in width ({m.head_dim} and {m.v_head_dim})",
     ),
     Rule(
-        lambda m, a: m.is_multimodal and m.hf_config.architectures[0] not in TESTED_WITH_IMAGES,
+        lambda m, a: m.is_multimodal and _architecture(m) not in TESTED_WITH_IMAGES,
         f"it reads images or sound, and of such models only {', '.join(SEEING)} have been tested with KV retrieval",
     ),
     Rule(
-        lambda m, a: m.is_multimodal and m.hf_config.architectures[0] in TESTED_WITH_IMAGES and not releases.has("tree paths"),
+        lambda m, a: m.is_multimodal and _architecture(m) in TESTED_WITH_IMAGES and not releases.has("tree paths"),
         "it reads images, and has been tested with SGLang 0.5.23 alone",
     ),
     Rule(lambda m, a: not m.is_generation, "it does not generate text, so there is nothing to retrieve"),
@@ -189,9 +192,8 @@ def refuse_model(model, method: str = "freekv") -> None:
     """Raise one Refusal that names all properties of ``model``, SGLang's ModelConfig, that FreeKV does not serve."""
     layers = layer_table(model)
     reasons = [rule.message.format(m=model, a=layers) for rule in MODEL_RULES if rule.applies(model, layers)]
-    name = model.hf_config.architectures[0]
     if reasons:
-        raise Refusal(f"--kv-retrieval {method} does not serve {name}: {'; '.join(reasons)}; use --kv-retrieval none")
+        raise Refusal(f"--kv-retrieval {method} does not serve {_architecture(model)}: {'; '.join(reasons)}; use --kv-retrieval none")
 
 
 def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
@@ -217,16 +219,7 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
     if config.tau_by_layer is not None:
         full = _full_layers(model)
         retrieval = [layer for layer in full if layer not in config.dense_layers]
-        config.tau_by_layer.expect_model(model.hf_config.architectures[0], model.num_attention_layers, retrieval, full)
-
-
-def _tested_with_windows(model) -> bool:
-    """Whether servers of models with these full and window layers, and with their learned sinks, have been tested."""
-    return _architecture(model) in TESTED_WITH_WINDOWS and model.is_hybrid_swa
-
-
-def _architecture(model) -> str:
-    return model.hf_config.architectures[0]
+        config.tau_by_layer.expect_model(_architecture(model), model.num_attention_layers, retrieval, full)
 
 
 def refuse_host_memory(gib: float, ranks_on_node: int, room: host_memory.Room) -> None:
@@ -252,6 +245,16 @@ def refuse_small_pool(settings, model, config: FreeKVConfig) -> None:
             f"--freekv-host-memory {config.host_memory_gib:g}: expected at least {gib:g} GiB, {LEAST_PAGES} pages of --page-size "
             f"{config.page_size} of this model's KV; use {gib:g} or more"
         )
+
+
+def _architecture(model) -> str:
+    """SGLang's class of the model."""
+    return model.hf_config.architectures[0]
+
+
+def _tested_with_windows(model) -> bool:
+    """Whether this class has been tested with window layers beside full ones, with its learned sinks if it has any."""
+    return _architecture(model) in TESTED_WITH_WINDOWS and model.is_hybrid_swa
 
 
 def _full_layers(model) -> list[int]:

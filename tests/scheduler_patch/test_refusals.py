@@ -170,9 +170,9 @@ MODELS = {  # name: (changes to the Llama config, what the refusal says)
     "encoder": ({"architectures": ["BertModel"], "model_type": "bert"}, "does not generate text"),
     "fp8 checkpoint": ({"quantization_config": MODELOPT}, "--kv-cache-dtype auto: this checkpoint asks for fp8"),
 }
-WINDOWED = "it mixes {} full attention layers with {} that attend to a sliding window of 128 tokens, and full layers beside others are not"
+WINDOWED = "it mixes {} full attention layers with {} that attend to a sliding window of 128 tokens, and this mix is not served so far"
 FAMILIES = {  # model type of transformers: (architecture, what its config says otherwise, what the refusal says)
-    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + " served yet; it caps attention logits"),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(4, 4) + "; it caps attention logits"),
     # SGLang 0.5.23 itself reads this family only if all its layers have one width
     "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128, "global_head_dim": 256}, WINDOWED.format(2, 6)),
     "gemma4": ("Gemma4ForConditionalGeneration", {"text_config": {"num_hidden_layers": 8, "sliding_window": 128}}, WINDOWED.format(2, 6)),
@@ -180,7 +180,7 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
     "llama4": (
         "Llama4ForConditionalGeneration",
         {"text_config": {"num_hidden_layers": 8, "attention_chunk_size": 512}},
-        "it mixes 2 full attention layers with 6 that attend to chunks of 512 tokens, and full layers beside others are not served yet; ",
+        "it mixes 2 full attention layers with 6 that attend to chunks of 512 tokens, and this mix is not served so far; ",
     ),
     "lfm2": ("Lfm2ForCausalLM", {}, "it mixes full attention with Mamba, convolution or linear attention layers, and "),
     "qwen2_vl": (
