@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_ENDS, END_TOKENS = (
-    4,
-    4096,
-)  # of prefixes that the radix tree remembers beside each running request: at least one, of more so many tokens
+MOST_ENDS = 4  # ends of prefixes that the radix tree remembers beside each running request
+MOST_END_TOKENS = 4096  # of them together; one alone may have more
 SLIDE = 128  # tokens by which SGLang lets a window grow before it frees them at once: its SGLANG_SWA_EVICTION_INTERVAL
 MAPPING_BYTES = 8  # of SGLang's table from a token of full layers to its token of window layers
 
@@ -33,12 +31,12 @@ class WindowKV:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a running request, and of ends of prefixes that the tree keeps: each a window, and the page it begins in.
+        """Tokens of a running request, and of the ends of prefixes that the tree keeps for each: a window, and the page it begins in.
 
-        A running request has those that are not freed yet, and a page that it begins, besides.
+        A running request has two things more: tokens that left its window and are not freed yet, and a page that it begins.
         """
         end = self._whole(self.window) + self.page_size
-        ends = max(1, min(MOST_ENDS, END_TOKENS // end))
+        ends = max(1, min(MOST_ENDS, MOST_END_TOKENS // end))
         return (1 + ends) * end + self._whole(SLIDE) + self.page_size
 
     @property

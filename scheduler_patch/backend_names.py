@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backends that SGLang asserts a model needs: FreeKV's stands for the stock one that it hands other layers to."""
+"""Names of attention backends, where SGLang asserts that they are on a model's list: FreeKV's passes there as a stock one."""
 
 from __future__ import annotations
 
 from sglang_freekv.config import BACKEND_NAME
 
-STOCK = "triton"  # on every list; which one serves is decided where the backend is made
+STOCK = "triton"  # on every list. It is a name alone: backend.py chooses what computes layers that FreeKV does not
 
 
 def of_settings(settings) -> tuple[str, str]:
-    """REPLACE the names of both backends, prefill's and decode's, where SGLang asserts that they are on a model's list."""
+    """REPLACE the question for the names of both backends, prefill's and decode's, in the one module that asserts on them."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     return _as_stock(attention_backends_of(settings))

@@ -26,10 +26,10 @@ class Observer:
     """
 
     def __init__(self, scheduler) -> None:
-        self.both = scheduler.token_to_kv_pool_allocator
-        self.allocator = full_allocator(self.both)
+        self.whole_allocator = scheduler.token_to_kv_pool_allocator  # of full and of window layers, if there are both
+        self.allocator = full_allocator(self.whole_allocator)
         self.rows = scheduler.req_to_token_pool
-        self.pool = pool_of(scheduler.token_to_kv_pool_allocator.get_kvcache())
+        self.pool = pool_of(self.whole_allocator.get_kvcache())
         self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
         self.rested: dict | None = None
         self.drawing = torch.Generator()  # on a CPU, SGLang samples tokens with the default one
@@ -64,11 +64,12 @@ class Observer:
         return {"used": slots.size - slots.available_size(), "total": slots.size, "bytes": int(self.rows.mamba_pool.get_kv_size_bytes())}
 
     def windows(self) -> dict[str, int]:
-        """Tokens of SGLang's pool of window layers, and its bytes; nothing for a model without."""
-        if self.both is self.allocator:
+        """Tokens that SGLang's pool of window layers has in use and in all, and its bytes; nothing for a model without."""
+        whole = self.whole_allocator
+        if whole is self.allocator:
             return {}
-        total, num_bytes = self.both.size_swa, sum(self.both.get_kvcache().swa_kv_pool.get_kv_size_bytes())
-        return {"used": total - self.both.swa_available_size(), "total": total, "bytes": int(num_bytes)}
+        num_bytes = sum(whole.get_kvcache().swa_kv_pool.get_kv_size_bytes())
+        return {"used": whole.size_swa - whole.swa_available_size(), "total": whole.size_swa, "bytes": int(num_bytes)}
 
     def metrics(self) -> dict[str, float | dict[str, int]]:
         """The value of each of ``METRICS``; ``pool_bytes`` is a dict by pool."""

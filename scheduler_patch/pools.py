@@ -53,11 +53,11 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     rows = min(configurator.resolve_max_num_reqs(tokens), _agree(sizing.rows(device_bytes, tokens)))
     # the configurator has __slots__, and none for this
     configurator.model_config.freekv_frames = _agree(sizing.frames(device_bytes, tokens, rows))
-    both = {}
+    by_kind = {}  # of layers: SGLang asks for both numbers if it has two pools
     if sizing.window_kv is not None:
-        both = {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": sizing.window_kv.tokens(rows)}
+        by_kind = {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": sizing.window_kv.tokens(rows)}
     return MemoryPoolConfig(
-        max_total_num_tokens=tokens, max_running_requests=rows, mem_fraction_static=settings.mem_fraction_static, **both
+        max_total_num_tokens=tokens, max_running_requests=rows, mem_fraction_static=settings.mem_fraction_static, **by_kind
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ START, STEP = "the start of an engine", "the first step"
 SAMPLE, DECODE = "the sampling of the first token", "the first decode step"
 REQUEST, TEXT_REQUEST, HTTP_REQUEST = "the first request", "the first request with a text", "the first request by HTTP"
 COUNTED = "the first whole answer"
-ATTRIBUTE = "attribute"  # SGLang's hook on a class would take its place in all modules
+ATTRIBUTE = "attribute"  # SGLang's own hooks take the place of a class or a function in every module that has it
 
 
 class Drift(Refusal):

@@ -48,12 +48,12 @@ class ForgetfulTree(UnifiedRadixCache):
         self.forgotten &= self._pages(self.tree_core.all_values_flatten())
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        if (sound := self._sound_part(params.key)) is None:
+        if (sound := self._sound_length(params.key)) is None:
             return super().match_prefix(params)
         return super().match_prefix(replace(params, key=params.key[:sound]))
 
     def insert(self, params: InsertParams) -> InsertResult:
-        if self._sound_part(params.key) is not None:
+        if self._sound_length(params.key) is not None:
             return InsertResult(prefix_len=0, rotation_tail_declined=True)  # the request keeps its pages for itself
         return super().insert(params)
 
@@ -70,8 +70,8 @@ class ForgetfulTree(UnifiedRadixCache):
         """What SGLang counts the evicted slots of each component in."""
         return dict.fromkeys(self.tree_components, 0)
 
-    def _sound_part(self, key: RadixKey) -> int | None:
-        """Tokens of ``key`` before the first forgotten page on its path; None if it has none. Every component's data go by that of FULL."""
+    def _sound_length(self, key: RadixKey) -> int | None:
+        """Tokens of ``key`` before the first forgotten page on its path; None if it has none. No component has a longer match than FULL."""
         if not self.forgotten:
             return None
         length, node, _ = self.tree_core.match_full_device_prefix(key)

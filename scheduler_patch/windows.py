@@ -7,12 +7,12 @@ ONE_POOL = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM"})  # the latter is
 
 
 def keep_windows_apart(model) -> None:
-    """BEFORE SGLang's ModelConfig tells window layers from full ones: say which are which, as other models of SGLang do."""
+    """BEFORE SGLang's ModelConfig tells window layers from full ones: say which are which, as configs of other models do."""
     text = model.hf_text_config
     kinds = getattr(text, "layer_types", None) or []
     if model.hf_config.architectures[0] in ONE_POOL and {"sliding_attention", "full_attention"} <= set(kinds):
         text.is_hybrid_swa, text.hybrid_layer_pattern = True, [int(kind == "sliding_attention") for kind in kinds]
-        model.disable_hybrid_swa_memory = False
+        model.disable_hybrid_swa_memory = False  # SGLang sets it for these models
 
 
 def tell_again(model) -> None:

@@ -125,7 +125,7 @@ def weight_bytes(setup: Setup, batch: int) -> float:
     model = model_of(setup)
     text, size = model.text, model.dtype.itemsize
     looked_up = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size * size
-    given = setup.config  # some classes have a number for models without experts
+    given = setup.config  # not model.text, whose class may have a number for models without experts
     experts = given.get("num_experts") or given.get("num_local_experts", 0)
     if not experts:
         return model.weight_bytes - looked_up
