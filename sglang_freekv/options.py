@@ -132,7 +132,8 @@ FLAGS = {
         "dense_layers",
         LAYERS,
         "Comma-separated numbers, from 0, of layers whose KV stays on the device in full. Default: 0, which is none in a model whose "
-        "layer 0 has linear attention. 'none' leaves no layer dense. Add layers if accuracy suffers and device memory allows.",
+        "layer 0 has linear attention or a sliding window. 'none' leaves no layer dense. Add layers if accuracy suffers and device memory "
+        "allows.",
     ),
     "freekv_host_memory": Flag(
         "host_memory_gib",
