@@ -23,9 +23,12 @@ def refuse_unread(images: Any, read: Any) -> None:
         ValueError: the message names the field; SGLang answers with status 400 and the message.
     """
     sent = sum(image is not None for image in (images if isinstance(images, list) else [images]))
-    if sent and read is None:
+    if not sent:
+        return
+    if read is None:
         raise ValueError(f"image_data: expected none, because this server reads text alone, found {sent}; leave it out")
-    if sent > (places := sum(max(1, len(item.offsets or ())) for item in read.mm_items) if sent else 0):
+    places = sum(max(1, len(item.offsets or ())) for item in read.mm_items)
+    if sent > places:
         raise ValueError(
             f"image_data: expected an image for each of the {places} that the prompt has a place for, found {sent}; put what stands for an "
             "image into the prompt once for each, or leave images out"
