@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_freekv.config import Refusal
-from sglang_freekv.memory_pool.sizing import SHARES_OF_STATES, Sizing
+from sglang_freekv.memory_pool.sizing import SHARES_OF_STATES, SLOTS_OF_REQUEST, Sizing
 from sglang_freekv.presets import PRESETS
 
 MOST_REQUESTS = 4096  # SGLang's default limit
-SLOTS_OF_REQUEST = 5  # SGLang's count: the running state, two that a step leaves behind, and two more
 STATE_SHARE = 0.9 / 1.9  # of what weights leave, by SGLang's default --mamba-full-memory-ratio
 
 

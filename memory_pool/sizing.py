@@ -12,6 +12,7 @@ from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.window_kv import MAPPING_BYTES, WindowKV
 
 FRAME_TABLE_BYTES = 24  # of the tables of frames: 8 for each frame, 12 for each host page, of which there are more
+SLOTS_OF_REQUEST = 5  # for states, by SGLang's count: the running one, two that a step leaves behind, and two more
 SHARES_OF_STATES = 2  # slots for states of linear attention: as many as requests may need at once, and as many for the prefix cache
 
 

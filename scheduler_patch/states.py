@@ -10,6 +10,7 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape, 
 from sglang.srt.utils import is_blackwell
 
 from sglang_freekv.config import FreeKVConfig, Refusal, typed
+from sglang_freekv.memory_pool.sizing import SLOTS_OF_REQUEST
 from sglang_freekv.scheduler_patch.layer_kinds import gated_delta_nets
 from sglang_freekv.scheduler_patch.refusals import Rule
 
@@ -89,7 +90,7 @@ def _least_slots(settings: SimpleNamespace) -> int:
     """State slots that SGLang counts for a request: with a prefix cache two of them, or one, are what a step leaves behind."""
     if settings.disable_radix_cache:
         return 1
-    return 4 if settings.disable_overlap_schedule else 5
+    return SLOTS_OF_REQUEST - 1 if settings.disable_overlap_schedule else SLOTS_OF_REQUEST
 
 
 def _other_kernels(settings: SimpleNamespace) -> list[str]:
