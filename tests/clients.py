@@ -6,6 +6,7 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -59,3 +60,15 @@ def end_early(server: TestServer, token_ids, rid: str, how: str, tokens: int, se
             *_, last = coming
             assert last["meta_info"]["finish_reason"]["type"] == "abort"
     connection.close()
+
+
+def stay_while_others_end(server: TestServer, how: str, ended, stay, new_tokens: int) -> list[dict]:
+    """The answers to ``stay``, beside requests that end early: while they decode, in a chunk of their prompt, or waiting for a row."""
+    with ThreadPoolExecutor(len(ended) + len(stay)) as pool:
+        ends = [
+            pool.submit(end_early, server, prompt, f"{how}-{index}", how, index % 4, 0.1 + index / 4) for index, prompt in enumerate(ended)
+        ]
+        answers = list(pool.map(lambda prompt: server.generate(prompt, new_tokens), stay))
+        for end in ends:
+            end.result()
+    return answers

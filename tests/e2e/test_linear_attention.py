@@ -6,12 +6,11 @@ from __future__ import annotations
 import random
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from clients import assert_only_the_tree_holds_pages, end_early
+from clients import assert_only_the_tree_holds_pages, stay_while_others_end
 from families import HYBRIDS, VOCABULARY, make_model
 from oracle import Oracle, OracleSettings
 from room import room_for
@@ -103,13 +102,7 @@ def test_a_request_that_ends_early_leaves_no_state(served, how):
     server, oracle = served.server, served.oracle
     ended, stay = make_prompts(3, *[901] * 4, *[100] * 4), make_prompts(4, *[77] * 4)
     expected = [oracle.generate(prompt, NEW_TOKENS).tokens for prompt in stay]
-    with ThreadPoolExecutor(12) as pool:
-        ends = [
-            pool.submit(end_early, server, prompt, f"{how}-{index}", how, index % 4, 0.1 + index / 4) for index, prompt in enumerate(ended)
-        ]
-        answers = list(pool.map(lambda prompt: server.generate(prompt, NEW_TOKENS), stay))
-        for end in ends:
-            end.result()
+    answers = stay_while_others_end(server, how, ended, stay, NEW_TOKENS)
     assert [answer["output_ids"] for answer in answers] == expected
     assert_states_are_free(server)
 
