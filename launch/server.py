@@ -42,15 +42,19 @@ class ServerFailed(RuntimeError):
     """The server did not start, has exited, or answered with an error."""
 
 
-def free_port() -> int:
+def free_port(taken: int | None = None) -> int:
     """A free port of ``PORTS``.
+
+    Args:
+        taken: one that is soon to be bound.
 
     Raises:
         ServerFailed: a hundred of them were taken.
     """
     for port in random.sample(PORTS, 100):
         try:
-            return ensure_free(port)
+            if port != taken:
+                return ensure_free(port)
         except ServerFailed:
             continue
     raise ServerFailed(f"no free port among 100 between {PORTS[0]} and {PORTS[-1]}")
@@ -88,7 +92,8 @@ class Server:
 
     def __init__(self, flags: Sequence[str], port: int, log: Path, cwd: Path) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        self.command = [*self.program, *flags, "--port", str(port)]
+        between_ranks = free_port(taken=port)  # SGLang 0.5.17 takes an ephemeral one, and binds it seconds later
+        self.command = [*self.program, *flags, "--port", str(port), "--nccl-port", str(between_ranks)]
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # SGLang sends itself a request at start-up
         with log.open("w") as out:

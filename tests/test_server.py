@@ -21,6 +21,17 @@ def test_ports_are_free_and_not_those_that_linux_hands_out(monkeypatch):
             free_port()
 
 
+def test_ranks_meet_at_a_port_that_linux_hands_out_to_nobody(tmp_path):
+    class Idle(Server):
+        program = (sys.executable, "-c", "import time; time.sleep(99)")
+
+    server = Idle(["--tp-size", "2"], port := free_port(), tmp_path / "log", tmp_path)
+    server.stop()
+    flags = dict(zip(server.command[3::2], server.command[4::2]))
+    assert flags.keys() == {"--tp-size", "--port", "--nccl-port"}
+    assert flags["--port"] == str(port) and int(flags["--nccl-port"]) in set(PORTS) - {port}
+
+
 def test_a_port_that_was_taken_meanwhile_is_told_at_once(tmp_path):
     class Refused(Server):
         script = "import time; print('[Errno 98] error while attempting to bind on address', flush=True); time.sleep(99)"
