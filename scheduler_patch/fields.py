@@ -115,6 +115,7 @@ def tokenize(original: Callable, manager, obj, input_text, input_ids, input_embe
             input_ids, input_embeds = [1] * len(overrides.positions), None
         _check_request(manager.model_config, obj, input_ids)
         images.refuse_unread(obj.image_data, mm_inputs)
+        images.refuse_stray(manager.model_config, input_ids, mm_inputs)
     tokenized = as_clients_mistake(original, manager, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids)
     if generates:
         for name, kind in TOKENIZED.items():

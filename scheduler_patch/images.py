@@ -33,3 +33,30 @@ def refuse_unread(images: Any, read: Any) -> None:
             f"image_data: expected an image for each of the {places} that the prompt has a place for, found {sent}; put what stands for an "
             "image into the prompt once for each, or leave images out"
         )
+
+
+def refuse_stray(model: Any, input_ids: Any, read: Any) -> None:
+    """Refuse tokens of an image where there is none, for a model (Gemma 3) whose images have so many tokens each, between two others.
+
+    SGLang counts them for an image: its scheduler ends if they are more than the images have, or takes one image for another.
+
+    Args:
+        model: SGLang's ModelConfig.
+        input_ids: tokens of the prompt, those of its images among them.
+        read: as of ``refuse_unread``.
+
+    Raises:
+        ValueError: as ``refuse_unread``.
+    """
+    if read is None or (tokens := getattr(model.hf_config, "mm_tokens_per_image", None)) is None:
+        return
+    config = model.hf_config
+    prompt, around = list(input_ids), [config.boi_token_index, config.eoi_token_index]
+    places = [place for item in read.mm_items for place in item.offsets or ()]
+    whole = sum(last - first + 1 == tokens and prompt[first - 1 : last + 2 : tokens + 1] == around for first, last in places)
+    found = [len(places), *map(prompt.count, around)]
+    if found != [whole] * 3:
+        raise ValueError(
+            f"image_data: expected tokens of images in their {whole} places alone, found {found[0]} runs of them, {found[1]} that begin an "
+            f"image and {found[2]} that end one; leave them out of the prompt, but for what stands for an image"
+        )

@@ -108,6 +108,15 @@ def test_embeddings_become_overrides_of_tokens():
     assert list(request.input_ids) == [1, 1] and overrides.positions == [0, 1] and overrides.embeds.tolist() == [[0.5] * 4, [0.25] * 4]
 
 
+def test_stray_tokens_of_images_are_looked_for():
+    image = SimpleNamespace(mm_tokens_per_image=2, boi_token_index=7, eoi_token_index=9)
+    manager = SimpleNamespace(model_config=SimpleNamespace(**vars(MODEL), hf_config=image))
+    request = normalized(input_ids=[7, 8, 8, 9, 8], image_data=["a.png"])
+    read = SimpleNamespace(mm_items=[SimpleNamespace(offsets=[(1, 2), (4, 4)])])
+    with pytest.raises(ValueError, match="expected tokens of images in their 1 places alone"):
+        fields.tokenize(None, manager, request, None, request.input_ids, None, read)
+
+
 def test_what_nobody_foresaw_is_logged(caplog):
     with pytest.raises(ValueError, match="cannot be read"):
         normalized(sampling_params=[])

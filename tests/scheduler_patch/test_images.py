@@ -48,3 +48,37 @@ def test_images_without_a_place_are_refused(sent, items, named):
     """SGLang would answer as if they had not been sent."""
     with pytest.raises(ValueError, match=f"^image_data: expected .*{named}"):
         images.refuse_unread(sent, None if items is None else SimpleNamespace(mm_items=items))
+
+
+GEMMA = SimpleNamespace(hf_config=SimpleNamespace(mm_tokens_per_image=3, boi_token_index=7, eoi_token_index=9))
+IMAGE = [7, 8, 8, 8, 9]
+
+
+def reads(*prompt: int) -> SimpleNamespace:
+    """What SGLang's processor finds in a prompt: runs of 8."""
+    begins = [place for place, token in enumerate(prompt) if token == 8 and (place == 0 or prompt[place - 1] != 8)]
+    ends = [place for place, token in enumerate(prompt) if token == 8 and prompt[place + 1 : place + 2] != (8,)]
+    return SimpleNamespace(mm_items=[item(*zip(begins, ends))])
+
+
+@pytest.mark.parametrize("prompt", [[*IMAGE], [1, *IMAGE, 2], [*IMAGE, *IMAGE, 1]])
+def test_tokens_of_images_in_their_places_are_taken(prompt):
+    images.refuse_stray(GEMMA, prompt, reads(*prompt))
+
+
+@pytest.mark.parametrize("prompt, found", [
+    ([8, *IMAGE], (1, 2, 1, 1)), ([*IMAGE, 8], (1, 2, 1, 1)), ([*IMAGE, 7, 8, 8, 9], (1, 2, 2, 2)), ([*IMAGE, 7], (1, 1, 2, 1)),
+    ([9, *IMAGE], (1, 1, 1, 2)), ([8, 8, 8, 9], (0, 1, 0, 1)), ([7, 8, 8, 8], (0, 1, 1, 0)), ([*IMAGE, 7, 9], (1, 1, 2, 2)),
+    ([7, 8, 8, 8, 8, 9], (0, 1, 1, 1)),
+])  # fmt: skip
+def test_stray_tokens_of_images_are_refused(prompt, found):
+    """SGLang's scheduler would end, or keep an image for another."""
+    with pytest.raises(
+        ValueError, match="^image_data: expected .* their {} places alone, found {} runs .* {} that begin .* {} that end".format(*found)
+    ):
+        images.refuse_stray(GEMMA, prompt, reads(*prompt))
+
+
+def test_stray_tokens_matter_to_no_other_model_and_no_text():
+    images.refuse_stray(SimpleNamespace(hf_config=SimpleNamespace()), [8, *IMAGE], reads(8, *IMAGE))
+    images.refuse_stray(GEMMA, [8, 9], None)
