@@ -504,8 +504,11 @@ SCHEDULER_ON_CPU = (
     ),
     Patch(
         "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.swiglu_gpt_oss_sigmoid_alpha", "x gemm1_alpha gemm1_limit",
-        REPLACE, "experts:clamped_swiglu",
+        REPLACE, "compiled:clamped_swiglu",
         "it is compiled at its first use, which takes a C++ compiler, and the scheduler waits for a quarter of a minute",
+    ),
+    Patch(
+        "sglang.srt.models.commandr.layer_norm_func", "hidden_states weight variance_epsilon", REPLACE, "compiled:layer_norm", "the same",
     ),
     Patch(
         "torch.Tensor.pin_memory", None, AROUND, "linear_attention:pageable",

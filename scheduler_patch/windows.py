@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-ONE_POOL = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM"})  # the latter is SGLang's name for OLMo 3, too
+ONE_POOL = frozenset(  # the last is SGLang's name for OLMo 3, too
+    {"Cohere2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Olmo2ForCausalLM"}
+)
 
 
 def keep_windows_apart(model) -> None:

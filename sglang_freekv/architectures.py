@@ -5,7 +5,9 @@ from __future__ import annotations
 
 TESTED_ARCHITECTURES = frozenset(
     {
+        "Cohere2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
         "Glm4MoeForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
@@ -37,7 +39,9 @@ TESTED_WITH_IMAGES = frozenset(name for name in TESTED_ARCHITECTURES if name.end
 """Those of them that read images."""
 TESTED_WITH_WINDOWS = frozenset(
     {
+        "Cohere2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
         "GptOssForCausalLM",
         "GraniteMoeSWAForCausalLM",
         "GraniteSWAForCausalLM",

@@ -118,7 +118,7 @@ def serve_windows() -> None:
     from sglang_freekv.cpu_attention import WindowedAttention
     from sglang_freekv.scheduler_patch import SCHEDULER_ON_CPU, registry
 
-    registry.apply(patch for patch in SCHEDULER_ON_CPU if patch.hook.startswith("experts:"))
+    registry.apply(patch for patch in SCHEDULER_ON_CPU if patch.hook.startswith("compiled:"))
     ATTENTION_BACKENDS["torch_native"] = WindowedAttention
 
 

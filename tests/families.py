@@ -106,6 +106,9 @@ ONE_POOL = {  # SGLang keeps KV of both kinds of layers in one pool, and FreeKV 
     "gemma-3": Family(  # 1B: norms of each head, another RoPE in full layers
         "gemma3_text", 4, 1, WINDOWS | {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
     ),
+    "command-a": Family(  # attention beside the MLP, RoPE in window layers alone, scaled logits
+        "cohere2", 4, 1, WINDOWS | {"logit_scale": 0.25, "tie_word_embeddings": True}
+    ),
     "olmo-3": Family("olmo3", 4, 4, WINDOWS, {"rope_theta": 5e5, "rope_parameters": None}),
 }
 WINDOWED = SINKS | ONE_POOL

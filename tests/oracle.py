@@ -330,11 +330,15 @@ class Oracle:
 
     def __init__(self, model: str | Path | PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
         if not isinstance(model, PreTrainedModel):
-            sees = hasattr(AutoConfig.from_pretrained(model), "vision_config")
-            model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(model, dtype=dtype)
+            config = AutoConfig.from_pretrained(model)
+            if config.model_type == "cohere2":
+                config.sliding_window += 1  # SGLang lets this model see a token more than transformers does
+            kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+            model = kind.from_pretrained(model, config=config, dtype=dtype)
         text = model.config.get_text_config()
         model.set_attn_implementation("freekv_oracle" if text is model.config else {"text_config": "freekv_oracle"})
         self.model = model.eval()
+        self.first = int(model.config.model_type == "gemma3")  # SGLang counts its positions from one, and boxes of keys turn with them
         kinds = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
         self.layers = [layer for layer, kind in enumerate(kinds) if kind != "linear_attention"]
 
@@ -358,7 +362,10 @@ class Oracle:
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_token_ids):
             fed = torch.tensor([tokens[-1:] or list(input_ids)], device=self.model.device)
             generation.step = []
-            more = (seen or {}) if not tokens else {}
+            more = dict(seen or {}) if not tokens else {}
+            if self.first:
+                place = self.first + (len(input_ids) + len(tokens) - 1 if tokens else 0)
+                more["position_ids"] = torch.arange(place, place + fed.shape[1], device=self.model.device)[None]
             output = self.model(fed, past_key_values=cache, logits_to_keep=1, generation=generation, prefill=not tokens, **more)
             steps.append(generation.step)
             logits.append(output.logits[0, -1].float().cpu())

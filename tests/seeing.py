@@ -18,6 +18,8 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     PixtralImageProcessor,
     PixtralProcessor,
     PreTrainedTokenizerFast,
@@ -28,7 +30,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from families import EIGHT, EVERY, LINEAR, SHARED, experts, spread
+from families import EIGHT, EVERY, LINEAR, SHARED, WINDOWS, experts, spread
 
 VOCABULARY, LAYERS, WIDTH = 512, 4, 64
 TEXT = dict(
@@ -60,6 +62,16 @@ def pixtral_processor(tokenizer, **others):
     return PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2, **others)
 
 
+def gemma_processor(tokenizer, **others):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        extra_special_tokens=GEMMA_TOKENS,
+    )
+    return Gemma3Processor(Gemma3ImageProcessor(size={"height": 112, "width": 112}), tokenizer, image_seq_length=16, **others)
+
+
 class Family(NamedTuple):
     """A model type of transformers that reads images.
 
@@ -72,6 +84,7 @@ class Family(NamedTuple):
         published: fields of its text that SGLang reads and transformers does not save.
         loud: how much larger embeddings of images are made. Gated delta nets forget others before the answer.
         turned: part of the names of weights whose last two dimensions are the other way round in published checkpoints.
+        renamed: a part of names of weights, and what it is in published checkpoints.
     """
 
     kind: str
@@ -84,6 +97,7 @@ class Family(NamedTuple):
     published: dict[str, Any] = {}
     loud: float = 1.0
     turned: str = ""
+    renamed: tuple[str, str] | None = None
 
 
 QWEN_TOKENS = {
@@ -98,7 +112,22 @@ QWEN3_VISION = dict(
 QWEN35_VISION = QWEN3_VISION | {"deepstack_visual_indexes": []}
 QWEN35_TEXT = LINEAR | EIGHT | {"head_dim": 16} | rope(partial_rotary_factor=0.5, mrope_interleaved=True, mrope_section=[2, 1, 1])
 QWEN3_TEXT = {"num_attention_heads": 6, "head_dim": 16} | rope(mrope_interleaved=True, **SECTIONS)
+GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+TIED = {"tie_word_embeddings": True}
+GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
 FAMILIES = {
+    "gemma-3": Family(
+        "gemma3", WINDOWS | {"num_attention_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 2, "rope_parameters": GEMMA_ROPE} | TIED,
+        dict(
+            num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, patch_size=14, image_size=112,
+            vision_use_head=False, hidden_act="quick_gelu",  # SGLang computes no other here
+        ),
+        dict(zip(("boi_token_index", "image_token_index", "eoi_token_index"), GEMMA_TOKENS.values())), "<start_of_image>", gemma_processor,
+        {"mm_tokens_per_image": 16} | TIED, renamed=("vision_tower.", "vision_tower.vision_model."),
+    ),
     "qwen3-vl": Family("qwen3_vl", QWEN3_TEXT, QWEN3_VISION, QWEN_TOKENS, QWEN_PICTURE, qwen3_processor),
     "qwen3-vl-moe": Family(
         "qwen3_vl_moe", QWEN3_TEXT | experts("num_experts", moe_intermediate_size=24, norm_topk_prob=True), QWEN3_VISION, QWEN_TOKENS,
@@ -154,7 +183,12 @@ def make_model(family: Family, path: Path, **changes: Any) -> None:
                 parameter.mul_(CALM)
             if "merger.linear_fc2" in name:
                 parameter.mul_(family.loud)
+        if family.text.get("tie_word_embeddings"):  # Gemma makes embeddings larger, and each token would repeat itself
+            model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(path)
+    if family.renamed:
+        file = path / "model.safetensors"
+        save_file({name.replace(*family.renamed): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
     if family.turned:
         weights = load_file(file := path / "model.safetensors")
         turned = {name: weight.transpose(1, 2).contiguous() for name, weight in weights.items() if family.turned in name}

@@ -36,7 +36,7 @@ REFUSED = {  # a config that differs from Llama's, and a word of the reason
     "local attention": ({"attention_chunk_size": 8192}, "chunks of 8192"),
     "sliding window": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}, "window of 4096"),
     "window and full": (
-        {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "sliding_window": 128, "rope_scaling": None}, "window",
+        {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 128, "rope_scaling": None}, "window",
     ),
     "soft-capping": ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
     "asymmetric": ({"v_head_dim": 64}, "differ in width (128 and 64)"),

@@ -12,7 +12,7 @@ import engines
 from oracle import Oracle, OracleSettings
 from room import wait_for_room
 from seeing import FAMILIES, encoded, inputs, make_model, picture
-from sglang_freekv.architectures import TESTED_WITH_IMAGES
+from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS
 
 pytestmark = pytest.mark.two_servers  # not on 0.5.17, where stock SGLang loses a batch of requests with images
 
@@ -40,6 +40,7 @@ ENGINE = dict(
     mm_attention_backend="sdpa", chunked_prefill_size=CHUNK,
 )  # fmt: skip
 HYBRIDS = frozenset(name for name, family in FAMILIES.items() if family.published)
+WINDOWED = frozenset(name for name, family in FAMILIES.items() if "sliding_attention" in family.text.get("layer_types", ()))
 STOCK = dict(attention_backend="torch_native")
 OURS = dict(
     kv_retrieval="freekv",
@@ -53,7 +54,9 @@ RETRACT_EVERY = 5  # passes
 
 
 def test_the_architectures_that_are_called_tested_are_these():
-    assert {CLASSES[family.kind] for family in FAMILIES.values()} == TESTED_WITH_IMAGES
+    names = {name: CLASSES[family.kind] for name, family in FAMILIES.items()}
+    assert set(names.values()) == TESTED_WITH_IMAGES
+    assert {names[name] for name in WINDOWED} == TESTED_WITH_IMAGES & TESTED_WITH_WINDOWS
 
 
 def settings_of(name: str) -> OracleSettings:
@@ -130,7 +133,8 @@ def test_the_same_image_is_a_hit_and_another_is_none(answers, name):
         assert hits[again] == ends(name, length[before] - 1) and ours[again]["output_ids"] == ours[before]["output_ids"]
     for both, first in (("two images", "short"), ("two, the other way", "other image"), ("long, two images", "long")):
         assert hits[both] == ends(name, length[first])
-    assert hits["long, other image"] == (0 if name in HYBRIDS else BEFORE)  # no chunk has left a state before the image
+    ends_behind_chunks = name in HYBRIDS | WINDOWED  # with a state or a window, and none of them before the image
+    assert hits["long, other image"] == (0 if ends_behind_chunks else BEFORE)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -147,6 +151,7 @@ def test_an_aborted_request_with_an_image_leaves_nothing(answers, name):
         assert last["meta_info"]["finish_reason"]["type"] == "abort" and bool(last["output_ids"]) == bool(tokens)
     assert held["rows_used"] == held["host_pages_used"] == 0
     assert held.get("states", {}).get("used") == (0 if name in HYBRIDS else None)
+    assert held.get("windows", {}).get("used") == (0 if name in WINDOWED else None)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

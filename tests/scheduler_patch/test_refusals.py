@@ -176,7 +176,6 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
     # SGLang 0.5.23 itself reads this family only if all its layers have one width
     "gemma4_text": ("Gemma4ForCausalLM", {"sliding_window": 128, "global_head_dim": 256}, WINDOWED.format(2, 6)),
     "gemma4": ("Gemma4ForConditionalGeneration", {"text_config": {"num_hidden_layers": 8, "sliding_window": 128}}, WINDOWED.format(2, 6)),
-    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 128}, WINDOWED.format(2, 6)),
     "llama4": (
         "Llama4ForConditionalGeneration",
         {"text_config": {"num_hidden_layers": 8, "attention_chunk_size": 512}},
@@ -186,7 +185,7 @@ FAMILIES = {  # model type of transformers: (architecture, what its config says 
     "qwen2_vl": (
         "Qwen2VLForConditionalGeneration",
         {},
-        "it reads images or sound, and of such models only Mistral3, ",
+        "it reads images or sound, and of such models only Gemma3, Mistral3, ",
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", {}, "its latent attention (MLA)"),
 }
@@ -247,7 +246,13 @@ SEEING = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
-SLIDING = {"gemma3_text": "Gemma3ForCausalLM", "gpt_oss": "GptOssForCausalLM", "olmo3": "Olmo3ForCausalLM"}
+SLIDING = {
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+}
 if not releases.has("tree paths"):
     untested = "--kv-retrieval freekv does not serve Qwen3NextForCausalLM: its gated delta nets have been tested with SGLang 0.5.23 alone; "
     HYBRIDS, HYBRID_VALUES, HYBRID_FINE, HYBRIDS_FINE = {"qwen3_next": HYBRIDS["qwen3_next"]}, {(): untested}, (), ()

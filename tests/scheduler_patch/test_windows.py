@@ -16,6 +16,7 @@ from sglang_freekv.scheduler_patch.layer_kinds import layer_table
 TURNS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 SHAPE = dict(num_hidden_layers=6, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, intermediate_size=64)
 CONFIGS = {
+    "Cohere2ForCausalLM": ("cohere2", {"layer_types": TURNS, "sliding_window": 40}),
     "Gemma3ForCausalLM": ("gemma3_text", {"layer_types": TURNS, "sliding_window": 40}),
     "Olmo3ForCausalLM": ("olmo3", {"layer_types": TURNS, "sliding_window": 40}),
     "Olmo2ForCausalLM": ("olmo2", {}),
