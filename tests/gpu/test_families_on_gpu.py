@@ -43,10 +43,11 @@ HYBRID = Served(HYBRIDS["qwen3.5"], WIDE | LINEAR | dict(head_dim=256), {"--max-
 NARROW = dict(hidden_size=512, intermediate_size=512, head_dim=64, num_attention_heads=8)
 SINKS = Served(WINDOWED["granite-swa"], NARROW | dict(sliding_window=128, attention_multiplier=1 / 64), {}, attention="triton")
 WINDOWS = Served(WINDOWED["olmo-3"], NARROW | dict(sliding_window=128, num_key_value_heads=8), {})
+COMMAND = Served(WINDOWED["command-a"], NARROW | dict(sliding_window=128, num_key_value_heads=2), {})
 GPT_OSS = Served(WINDOWED["gpt-oss"], dict(hidden_size=512, intermediate_size=512), {}, attention="triton")
 EXPERTS = Served(FAMILIES["qwen3-moe"], WIDE | dict(head_dim=128), {})
 MODELS = {
-    "hybrid": HYBRID, "experts": EXPERTS, "windows and sinks": SINKS, "windows": WINDOWS, "gpt-oss": GPT_OSS,
+    "hybrid": HYBRID, "experts": EXPERTS, "windows and sinks": SINKS, "windows": WINDOWS, "gpt-oss": GPT_OSS, "command-a": COMMAND,
     "hybrid, two ranks": HYBRID._replace(ranks=2), "experts, two ranks": EXPERTS._replace(ranks=2),
     "windows and sinks, two ranks": SINKS._replace(ranks=2), "gpt-oss, two ranks": GPT_OSS._replace(ranks=2),
 }  # fmt: skip
@@ -57,7 +58,7 @@ def servers(tmp_path_factory, request):
     model, directory = MODELS[request.param], tmp_path_factory.mktemp("family")
     if torch.cuda.device_count() < model.ranks:
         pytest.skip(f"needs {model.ranks} GPUs")
-    if model.family in (HYBRID.family, SINKS.family, WINDOWS.family) and not releases.has("checkpoint"):
+    if model.family in (HYBRID.family, SINKS.family, WINDOWS.family, COMMAND.family) and not releases.has("checkpoint"):
         pytest.skip("hybrids, and models with window layers other than gpt-oss, are refused on this release")
     make_model(model.family, directory / "model", **model.changes)
     flags = ON_GPU | model.flags | {"--model-path": directory / "model", "--tp-size": model.ranks}

@@ -22,6 +22,7 @@ MODELS = {
     "qwen3-vl": WIDE | {"rope_parameters": SECTIONS | {"mrope_interleaved": True}},
     "qwen2.5-vl": WIDE | {"rope_parameters": SECTIONS},
     "mistral-small-3.2": WIDE,
+    "gemma-3": WIDE,
 }
 ON_GPU = {
     "--device": "cuda", "--dtype": "bfloat16", "--sampling-backend": "pytorch", "--mem-fraction-static": 0.3, "--enable-multimodal": True,
