@@ -114,13 +114,19 @@ ONE_POOL = {  # SGLang keeps KV of both kinds of layers in one pool, and FreeKV 
 WINDOWED = SINKS | ONE_POOL
 
 
+CALM = 0.5  # of queries and keys in wider models, whose attention would turn rounding into other tokens
+
+
 def spread(hidden_size: int = 64, **_) -> float:
     """Of weights, by the width of a model."""
     return 0.4 * (64 / hidden_size) ** 0.5
 
 
-def make_model(family: Family, path: Path, **changes: int) -> None:
-    """Write a checkpoint of the family, with ``changes`` to its config. Wider ones have smaller weights, so that rounding stays as small."""
+def make_model(family: Family, path: Path, *, dtype: torch.dtype = torch.float32, **changes: int) -> None:
+    """Write a checkpoint of the family, with ``changes`` to its config.
+
+    Wider ones have smaller weights and calmer attention, so that rounding stays as small.
+    """
     shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "head_dim": 16}
     heads = {"num_attention_heads": family.query_heads, "num_key_value_heads": family.kv_heads}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # by default beyond the vocabulary
@@ -135,11 +141,13 @@ def make_model(family: Family, path: Path, **changes: int) -> None:
         if family.kind == "gemma3_text":  # it makes embeddings larger, and with tied ones each token would repeat itself
             model.get_input_embeddings().weight.mul_(0.1)
         for name, parameter in model.named_parameters():
+            if fields["hidden_size"] >= 512 and name.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.mul_(CALM)
             if name.endswith("sinks"):  # SGLang has them in this type, and those of a trained model are of many sizes
                 parameter.copy_((torch.randn_like(parameter) * 2).bfloat16())
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
-    model.save_pretrained(path)
+    model.to(dtype).save_pretrained(path)
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | family.published))

@@ -30,14 +30,13 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from families import EIGHT, EVERY, LINEAR, SHARED, WINDOWS, experts, spread
+from families import CALM, EIGHT, EVERY, LINEAR, SHARED, WINDOWS, experts, spread
 
 VOCABULARY, LAYERS, WIDTH = 512, 4, 64
 TEXT = dict(
     vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS, max_position_embeddings=8192,
     num_key_value_heads=2, rms_norm_eps=1e-6, tie_word_embeddings=False,
 ) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # fmt: skip
-CALM = 0.5  # of queries and keys in wider models, whose attention would turn rounding into other tokens
 SECTIONS = {"mrope_section": [4, 2, 2]}  # frequencies that turn by time, height and width
 
 

@@ -60,7 +60,7 @@ def servers(tmp_path_factory, request):
         pytest.skip(f"needs {model.ranks} GPUs")
     if model.family in (HYBRID.family, SINKS.family, WINDOWS.family, COMMAND.family) and not releases.has("checkpoint"):
         pytest.skip("hybrids, and models with window layers other than gpt-oss, are refused on this release")
-    make_model(model.family, directory / "model", **model.changes)
+    make_model(model.family, directory / "model", dtype=torch.bfloat16, **model.changes)
     flags = ON_GPU | model.flags | {"--model-path": directory / "model", "--tp-size": model.ranks}
     systems = SYSTEMS | {"stock": {"--attention-backend": model.attention}}
     pair = start_all(TestServer(flags | own, directory / name / "log.txt") for name, own in systems.items())
