@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks import code_trials as codes
 from benchmarks import compute_trials as compute
 from benchmarks import mover_trials as movers
 from benchmarks.kernel_inputs import Inputs
@@ -31,4 +32,10 @@ KERNELS: dict[str, Callable[[Inputs], Trial]] = {
     "fill_pages": movers.fill_pages,
     "seed_slots": compute.seed_slots,
     "snapshot_pages": movers.snapshot_pages,
+    "rotate-decode": lambda inputs: codes.rotate(inputs, chunk=False),
+    "rotate-chunk": lambda inputs: codes.rotate(inputs, chunk=True),
+    "append_tokens-int8": codes.append_tokens,
+    "decode_tokens": codes.decode_tokens,
+    "unrotated_keys-decode": lambda inputs: codes.unrotated_keys(inputs, chunk=False),
+    "unrotated_keys-chunk": lambda inputs: codes.unrotated_keys(inputs, chunk=True),
 }

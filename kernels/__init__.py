@@ -10,6 +10,7 @@ else:
     from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables, Turn
     from sglang_freekv.kernels.dispatch import by_device
     from sglang_freekv.kernels.frame_tables import FrameTables
+    from sglang_freekv.kernels.kv import KV, Scales
     from sglang_freekv.kernels.misses import Misses
     from sglang_freekv.kernels.reads import Reads
     from sglang_freekv.kernels.reference import CORRECTED, HITS, RECALLED, Box
@@ -24,6 +25,7 @@ else:
     attend_rest = by_device(reference.attend_rest, of="queries")
     begin_pages = by_device(reference.begin_pages, of="tables")
     checksum_pages = by_device(reference.checksum_pages, of="keys")
+    decode_tokens = by_device(reference.decode_tokens, of="kv")
     digest_pages = by_device(reference.digest_pages, of="keys")
     digest_two_bit = by_device(reference.digest_two_bit, of="keys")
     fill_frames = by_device(reference.fill_frames, of="source_keys")
@@ -39,6 +41,7 @@ else:
     plan_pages = by_device(reference.plan_pages, of="candidates")
     plan_rest = by_device(reference.plan_rest, of="candidates")
     recall_pages = by_device(reference.recall_pages, of="keys")
+    rotate = by_device(reference.rotate, of="queries")
     score_pages = by_device(reference.score_pages, of="queries")
     score_two_bit = by_device(reference.score_two_bit, of="queries")
     seed_slots = by_device(reference.seed_slots, of="candidates")
@@ -47,6 +50,7 @@ else:
     stage_layers = by_device(reference.stage_layers, of="host_pages")
     stage_pages = by_device(reference.stage_pages, of="keys")
     take_in_hand = by_device(reference.take_in_hand, of="tables")
+    unrotated_keys = by_device(reference.unrotated_keys, of="kv")
     verify_units = by_device(reference.verify_units, of="keys")
     write_stamp = by_device(reference.write_stamp, of="stamp")
     write_tokens = by_device(reference.write_tokens, of="queries")
@@ -58,10 +62,12 @@ else:
         "FrameTables",
         "HITS",
         "Heads",
+        "KV",
         "Misses",
         "Pooling",
         "RECALLED",
         "Reads",
+        "Scales",
         "StagedLayers",
         "Tables",
         "Turn",
@@ -74,6 +80,7 @@ else:
         "attend_rest",
         "begin_pages",
         "checksum_pages",
+        "decode_tokens",
         "digest_pages",
         "digest_two_bit",
         "fill_frames",
@@ -89,6 +96,7 @@ else:
         "plan_pages",
         "plan_rest",
         "recall_pages",
+        "rotate",
         "score_pages",
         "score_two_bit",
         "seed_slots",
@@ -97,6 +105,7 @@ else:
         "stage_layers",
         "stage_pages",
         "take_in_hand",
+        "unrotated_keys",
         "verify_units",
         "write_stamp",
         "write_tokens",

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.candidates import Tables
+from sglang_freekv.kernels.codes import store_vectors
+from sglang_freekv.kernels.kv import Scales
 
 
 def append_tokens(
@@ -21,12 +23,14 @@ def append_tokens(
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference.append_tokens. Both results are int32; a padding request has 0 and -1 in them."""
     batch, num_heads, head_dim = new_keys.shape
     page_size, capacity = keys.shape[1], tables.slot_pages.shape[2]
     assert new_keys.stride(2) == new_values.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
     assert tables.slot_pages.is_contiguous() and page_table.stride() == frames.stride()
+    assert scales is None or scales.keys.stride() == scales.values.stride()
     starts = torch.empty((batch, num_heads), dtype=torch.int32, device=rows.device)
     filled = torch.empty(batch, dtype=torch.int32, device=rows.device)
     _append_kernel[(batch, num_heads)](
@@ -40,12 +44,14 @@ def append_tokens(
         tables.row_frames,
         keys,
         values,
+        *(scales or (None, None)),
         starts,
         filled,
         *new_keys.stride()[:2],
         *new_values.stride()[:2],
         page_table.stride(0),
         *keys.stride()[:3],
+        *((None,) * 3 if scales is None else scales.keys.stride()),
         capacity,
         H=num_heads,
         S=page_size,
@@ -69,6 +75,8 @@ def _append_kernel(
     p_row_frames,  # [R, C]
     p_keys,  # [F, S, H, D]
     p_values,  # [F, S, H, D]
+    p_key_scales,  # [F, S, H]
+    p_value_scales,  # [F, S, H]
     p_starts,  # [B, H]
     p_filled,  # [B]
     keys_stride_b,
@@ -79,6 +87,9 @@ def _append_kernel(
     stride_frame,
     stride_token,
     stride_head,
+    scale_stride_frame,
+    scale_stride_token,
+    scale_stride_head,
     C,
     H: tl.constexpr,
     S: tl.constexpr,
@@ -104,9 +115,11 @@ def _append_kernel(
     o_token = i_frame * stride_frame + i_offset * stride_token + i_head * stride_head + o_d
     b_keys = tl.load(p_new_keys + i_b * keys_stride_b + i_head * keys_stride_head + o_d, mask=m_d, other=0)
     b_values = tl.load(p_new_values + i_b * values_stride_b + i_head * values_stride_head + o_d, mask=m_d, other=0)
-    tl.store(p_keys + o_token, b_keys, mask=m_d)
-    tl.store(p_values + o_token, b_values, mask=m_d)
-
+    o_scale = 0
+    if p_key_scales is not None:
+        o_scale = i_frame * scale_stride_frame + i_offset * scale_stride_token + i_head * scale_stride_head + tl.arange(0, 1)
+    store_vectors(p_keys, p_key_scales, b_keys, o_token, o_scale, m_d, m_real)
+    store_vectors(p_values, p_value_scales, b_values, o_token, o_scale, m_d, m_real)
     tl.store(p_starts + i_b * H + i_head, tl.where(m_real, i_frame * S, 0))
     m_filled = m_real & (i_offset == S - 1)
     host_page = tl.load(p_page_table + i_b * table_stride_b + i_page, mask=m_filled, other=-1)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.candidates import Tables
+from sglang_freekv.kernels.coded import as_words, scale_arguments
+from sglang_freekv.kernels.kv import Scales
 
 PROGRAMS = 256  # of a request, enough for the device
 
@@ -22,8 +24,11 @@ def fill_pages(
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
+    source_scales: Scales | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """As reference.fill_pages; one program for each (kv head, slot, request)."""
+    source_keys, source_values, keys, values = as_words(source_keys, source_values, keys, values)
     slot_pages, num_heads, capacity = tables.slot_pages, *tables.slot_pages.shape[1:]
     page_size, head_dim = keys.shape[1], keys.shape[3]
     assert source_keys.stride(2) == keys.stride(3) == 1 and slot_pages.is_contiguous()
@@ -38,6 +43,8 @@ def fill_pages(
         tables.row_frames,
         keys,
         values,
+        *scale_arguments(source_scales, 2),
+        *scale_arguments(scales, 3),
         source_keys.shape[0],
         *source_keys.stride()[:2],
         *keys.stride()[:3],
@@ -58,8 +65,11 @@ def fill_frames(
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
+    source_scales: Scales | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """As reference.fill_frames. The programs of a request take its pages in turn."""
+    source_keys, source_values, keys, values = as_words(source_keys, source_values, keys, values)
     (batch, num_pages), (_, page_size, num_heads, head_dim) = given.shape, keys.shape
     assert source_keys.stride(2) == keys.stride(3) == given.stride(1) == 1
     assert source_keys.stride() == source_values.stride() and keys.stride() == values.stride()
@@ -70,6 +80,8 @@ def fill_frames(
         given,
         keys,
         values,
+        *scale_arguments(source_scales, 2),
+        *scale_arguments(scales, 3),
         source_keys.shape[0],
         num_pages,
         given.stride(0),
@@ -81,6 +93,7 @@ def fill_frames(
         PROGRAMS=PROGRAMS,
         BLOCK_S=triton.next_power_of_2(page_size),
         BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_H=triton.next_power_of_2(num_heads),
     )
 
 
@@ -95,6 +108,15 @@ def _fill_kernel(
     p_row_frames,  # [R, C]
     p_keys,  # [F, S, H, D]
     p_values,  # [F, S, H, D]
+    p_source_key_scales,  # [T, H] or None
+    p_source_value_scales,  # [T, H] or None
+    source_scale_stride_token,
+    source_scale_stride_head,
+    p_key_scales,  # [F, S, H] or None
+    p_value_scales,  # [F, S, H] or None
+    scale_stride_frame,
+    scale_stride_token,
+    scale_stride_head,
     num_tokens,
     source_stride_token,
     source_stride_head,
@@ -123,6 +145,12 @@ def _fill_kernel(
     o_unit = i_frame * stride_frame + i_head * stride_head + o_s * stride_token + o_d
     tl.store(p_keys + o_unit, b_keys, mask=m_unit & (i_frame >= 0))
     tl.store(p_values + o_unit, b_values, mask=m_unit & (i_frame >= 0))
+    if p_key_scales is not None:
+        m_scales = (o_s < S) & (i_frame >= 0)
+        o_source = i_head * source_scale_stride_head + o_token * source_scale_stride_token
+        o_scales = i_frame * scale_stride_frame + i_head * scale_stride_head + o_s * scale_stride_token
+        tl.store(p_key_scales + o_scales, tl.load(p_source_key_scales + o_source, mask=m_scales, other=0), mask=m_scales)
+        tl.store(p_value_scales + o_scales, tl.load(p_source_value_scales + o_source, mask=m_scales, other=0), mask=m_scales)
 
 
 @triton.jit(do_not_specialize=("num_tokens", "num_pages", "given_stride_b"))
@@ -133,6 +161,15 @@ def _fill_frames_kernel(
     p_given,  # [B, P]
     p_keys,  # [F, S, H, D]
     p_values,  # [F, S, H, D]
+    p_source_key_scales,  # [T, H] or None
+    p_source_value_scales,  # [T, H] or None
+    source_scale_stride_token,
+    source_scale_stride_head,
+    p_key_scales,  # [F, S, H] or None
+    p_value_scales,  # [F, S, H] or None
+    scale_stride_frame,
+    scale_stride_token,
+    scale_stride_head,
     num_tokens,
     num_pages,
     given_stride_b,
@@ -147,6 +184,7 @@ def _fill_frames_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     i_b = tl.program_id(1)
     o_s, o_d = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -161,3 +199,10 @@ def _fill_frames_kernel(
                 o_unit = i_frame * stride_frame + i_head * stride_head + o_s * stride_token + o_d
                 tl.store(p_keys + o_unit, tl.load(p_source_keys + o_source, mask=m_unit, other=0), mask=m_unit)
                 tl.store(p_values + o_unit, tl.load(p_source_values + o_source, mask=m_unit, other=0), mask=m_unit)
+            if p_key_scales is not None:  # of all kv heads
+                o_h = tl.arange(0, BLOCK_H)[None, :]
+                m_scales = (o_s < S) & (o_h < H)
+                o_source = o_h * source_scale_stride_head + o_token * source_scale_stride_token
+                o_scales = i_frame * scale_stride_frame + o_h * scale_stride_head + o_s * scale_stride_token
+                tl.store(p_key_scales + o_scales, tl.load(p_source_key_scales + o_source, mask=m_scales, other=0), mask=m_scales)
+                tl.store(p_value_scales + o_scales, tl.load(p_source_value_scales + o_source, mask=m_scales, other=0), mask=m_scales)

@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.coded import as_words, load_scales, scale_arguments, scale_words
+from sglang_freekv.kernels.kv import Scales
+
 
 def offload_pages(
     keys: torch.Tensor,
@@ -15,9 +18,12 @@ def offload_pages(
     host_pages: torch.Tensor,
     host_pool: torch.Tensor,
     *,
+    scales: Scales | None = None,
+    host_scales: torch.Tensor | None = None,
     programs: int = 32,
 ) -> None:
     """As reference.offload_pages. At most ``programs`` programs run, which leaves the rest of the device to the computation."""
+    keys, values, host_pool = as_words(keys, values, host_pool)
     num_heads, _, page_size, head_dim = host_pool.shape[1:]
     num_units = len(host_pages) * num_heads
     assert host_pool.stride(4) == keys.stride(2) == 1 and keys.stride() == values.stride()
@@ -27,6 +33,8 @@ def offload_pages(
         starts,
         host_pages,
         host_pool,
+        scale_words(host_scales, scales),
+        *scale_arguments(scales, 2),
         num_units,
         *keys.stride()[:2],
         *starts.stride(),
@@ -47,6 +55,11 @@ def _offload_kernel(
     p_starts,  # [N, H]
     p_host_pages,  # [N]
     p_host,  # [n_page, H, 2, S, D]
+    p_host_scales,  # [n_page, H, S] words, or None
+    p_key_scales,  # [T, H] or None
+    p_value_scales,  # [T, H] or None
+    scale_stride_token,
+    scale_stride_head,
     num_units,
     stride_token,
     stride_head,
@@ -77,3 +90,7 @@ def _offload_kernel(
             p_unit = p_host + i_page * host_stride_page + i_head * host_stride_head + o_host
             tl.store(p_unit, b_keys, mask=m_unit)
             tl.store(p_unit + host_stride_kind, b_values, mask=m_unit)
+            if p_host_scales is not None:
+                o_scales = i_start * scale_stride_token + i_head * scale_stride_head
+                b_scales = load_scales((p_key_scales, p_value_scales, scale_stride_token), o_scales, o_s, o_s < S, S)
+                tl.store(p_host_scales + (i_page * H + i_head) * S + o_s, b_scales, mask=o_s < S)

@@ -5,6 +5,7 @@ from sglang_freekv.kernels.append import append_tokens
 from sglang_freekv.kernels.attend import allocate_shares, attend_pages, attend_present, attend_rest
 from sglang_freekv.kernels.checksum import checksum_pages, verify_units
 from sglang_freekv.kernels.correction import needs_correction
+from sglang_freekv.kernels.decode import decode_tokens, unrotated_keys
 from sglang_freekv.kernels.digest import digest_pages
 from sglang_freekv.kernels.fill import fill_frames, fill_pages
 from sglang_freekv.kernels.frames import begin_pages, take_in_hand
@@ -15,6 +16,7 @@ from sglang_freekv.kernels.offload import offload_pages
 from sglang_freekv.kernels.page_table import snapshot_pages
 from sglang_freekv.kernels.plan import plan_pages, plan_rest
 from sglang_freekv.kernels.recall import recall_pages
+from sglang_freekv.kernels.rotation import rotate
 from sglang_freekv.kernels.running_rows import lend_slots, mark_pages, note_rows
 from sglang_freekv.kernels.score import score_pages
 from sglang_freekv.kernels.seed import seed_slots
@@ -33,6 +35,7 @@ __all__ = [
     "attend_rest",
     "begin_pages",
     "checksum_pages",
+    "decode_tokens",
     "digest_pages",
     "digest_two_bit",
     "fill_frames",
@@ -48,6 +51,7 @@ __all__ = [
     "plan_pages",
     "plan_rest",
     "recall_pages",
+    "rotate",
     "score_pages",
     "score_two_bit",
     "seed_slots",
@@ -56,6 +60,7 @@ __all__ = [
     "stage_layers",
     "stage_pages",
     "take_in_hand",
+    "unrotated_keys",
     "verify_units",
     "write_stamp",
     "write_tokens",

@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.coded import scale_arguments, scale_words, store_scales
 from sglang_freekv.kernels.follow import await_previous, following
+from sglang_freekv.kernels.kv import Scales
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.stage import READ_BYTES
 from sglang_freekv.kernels.stamps import is_sampled, note_begin, note_end
@@ -22,6 +24,8 @@ def recall_pages(
     closely: bool = False,
     stamp: torch.Tensor | None = None,
     *,
+    scales: Scales | None = None,
+    host_scales: torch.Tensor | None = None,
     prefetch: bool = True,
 ) -> None:
     """As reference.recall_pages. Few programs keep much in flight, which leaves the rest of the device to the computation.
@@ -37,6 +41,7 @@ def recall_pages(
     block_s, block_d = triton.next_power_of_2(page_size), triton.next_power_of_2(row_words)
     units = max(1, READ_BYTES // (8 * block_s * block_d))
     assert host_pool.stride(4) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    host_words = scale_words(host_scales, scales)
     _recall_kernel[(programs,)](
         host_pool,
         misses.length,
@@ -46,9 +51,12 @@ def recall_pages(
         keys,
         values,
         stamp,
+        host_words,
+        *scale_arguments(scales, 3),
         misses.frames.shape[0],
         *host_pool.stride()[:4],
         *keys.stride()[:3],
+        *((None, None) if host_words is None else host_words.stride()[:2]),
         S=page_size,
         D=row_words,
         UNITS=units,
@@ -70,6 +78,12 @@ def _recall_kernel(
     p_keys,  # [F, S, H, D]
     p_values,  # [F, S, H, D]
     p_stamp,  # [4] or None
+    p_host_scales,  # [n_page, H, S] words, or None
+    p_key_scales,  # [F, S, H] or None
+    p_value_scales,  # [F, S, H] or None
+    scale_stride_frame,
+    scale_stride_token,
+    scale_stride_head,
     M,
     host_stride_page,
     host_stride_head,
@@ -78,6 +92,8 @@ def _recall_kernel(
     stride_frame,
     stride_token,
     stride_head,
+    host_scale_stride_page,
+    host_scale_stride_head,
     S: tl.constexpr,
     D: tl.constexpr,
     UNITS: tl.constexpr,  # units that are read at once
@@ -102,39 +118,66 @@ def _recall_kernel(
     count = tl.minimum(tl.load(p_length), M)
     o_u = 0 if UNITS == 1 else o_t // BLOCK_S  # a scalar with UNITS == 1, which is looked up once instead of once a row
     misses = p_host_pages, p_heads, p_frames
-    strides = host_stride_page, host_stride_head, stride_frame, stride_head
-    if PREFETCH:  # even and odd units have registers of their own: one is read while the other is written
-        even = _read(first + o_u, count, m_unit, p_in, misses, strides)
-        for i in range(first, count, 2 * step):
-            odd = _read(i + step + o_u, count, m_unit, p_in, misses, strides)
-            _write(p_out, even)
-            even = _read(i + 2 * step + o_u, count, m_unit, p_in, misses, strides)
-            _write(p_out, odd)
-    else:
-        for i in range(first, count, step):
-            _write(p_out, _read(i + o_u, count, m_unit, p_in, misses, strides))
+    codes = p_in, p_out, m_unit, (host_stride_page, host_stride_head, stride_frame, stride_head)
+    scales = None
+    if p_host_scales is not None:
+        strides = host_scale_stride_page, host_scale_stride_head, scale_stride_frame, scale_stride_head
+        scales = p_host_scales + o_s, (p_key_scales, p_value_scales, scale_stride_token), o_s < S, strides
+    _copy(first, count, step, o_u, o_s, misses, codes, scales, S, PREFETCH)
     _finish(p_length, p_stamp, count, sampled)
 
 
 @triton.jit
-def _read(i, count, m_unit, p_in, misses, strides):
-    """Unit ``i``, or several units: keys, values, their offset in the device cache, and a mask."""
+def _copy(first, count, step, o_u, o_s, misses, codes, scales, S, PREFETCH: tl.constexpr):
+    """Every ``step``-th read from ``first``. ``codes`` and ``scales`` each say where to read and write, with a mask and strides."""
+    if PREFETCH:  # even and odd units have registers of their own: one is read while the other is written
+        even = _read(first + o_u, count, misses, codes, scales)
+        for i in range(first, count, 2 * step):
+            odd = _read(i + step + o_u, count, misses, codes, scales)
+            _write(even, o_s, codes, scales, S)
+            even = _read(i + 2 * step + o_u, count, misses, codes, scales)
+            _write(odd, o_s, codes, scales, S)
+    else:
+        for i in range(first, count, step):
+            _write(_read(i + o_u, count, misses, codes, scales), o_s, codes, scales, S)
+
+
+@triton.jit
+def _read(i, count, misses, codes, scales):
+    """Unit ``i``, or several units: keys, values, their offset in the device cache, and a mask; of coded KV the scales in the same way."""
+    p_in, _, m_unit, strides = codes
+    p_host_keys, p_host_values = p_in
+    o_in, o_out, m = _places(i, count, misses, strides)
+    m_unit = m_unit & m
+    unit = tl.load(p_host_keys + o_in, mask=m_unit, other=0), tl.load(p_host_values + o_in, mask=m_unit, other=0), o_out, m_unit
+    if scales is None:
+        return unit
+    else:
+        p_host_scales, _, m_scales, strides = scales
+        o_in, o_out, m = _places(i, count, misses, strides)
+        m_scales = m_scales & m
+        return unit, (tl.load(p_host_scales + o_in, mask=m_scales, other=0), o_out, m_scales)
+
+
+@triton.jit
+def _places(i, count, misses, strides):
+    """Offsets of unit ``i`` in the host pool and in the device cache, and whether there is one."""
     p_host_pages, p_heads, p_frames = misses
     host_stride_page, host_stride_head, stride_frame, stride_head = strides
-    p_host_keys, p_host_values = p_in
     m = i < count
     i_page = tl.load(p_host_pages + i, mask=m, other=0).to(tl.int64)
     i_head = tl.load(p_heads + i, mask=m, other=0).to(tl.int64)
     i_frame = tl.load(p_frames + i, mask=m, other=0).to(tl.int64)
-    o_in = i_page * host_stride_page + i_head * host_stride_head
-    o_out = i_frame * stride_frame + i_head * stride_head
-    m = m_unit & m
-    return tl.load(p_host_keys + o_in, mask=m, other=0), tl.load(p_host_values + o_in, mask=m, other=0), o_out, m
+    return i_page * host_stride_page + i_head * host_stride_head, i_frame * stride_frame + i_head * stride_head, m
 
 
 @triton.jit
-def _write(p_out, unit):
-    p_keys, p_values = p_out
+def _write(unit, o_s, codes, scales, S):
+    p_keys, p_values = codes[1]
+    if scales is not None:
+        unit, read = unit
+        b_scales, o_scales, m_scales = read
+        store_scales(scales[1], o_scales, o_s, b_scales, m_scales, S)
     b_keys, b_values, o_out, m = unit
     tl.store(p_keys + o_out, b_keys, mask=m)
     tl.store(p_values + o_out, b_values, mask=m)

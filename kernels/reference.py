@@ -22,6 +22,7 @@ from sglang_freekv.kernels.reference_attention import (
     merge_shares,
 )
 from sglang_freekv.kernels.reference_checksums import SPREAD, checksum_pages, verify_units
+from sglang_freekv.kernels.reference_codes import decode_tokens
 from sglang_freekv.kernels.reference_digests import Box, digest_pages, digest_two_bit, score_pages, score_two_bit
 from sglang_freekv.kernels.reference_frames import (
     begin_pages,
@@ -53,6 +54,7 @@ from sglang_freekv.kernels.reference_plan import (
     seed_slots,
     select_pages,
 )
+from sglang_freekv.kernels.reference_rotation import rotate, unrotated_keys
 from sglang_freekv.kernels.reference_stamps import settle_stamps, write_stamp
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "Box",
     "checksum_pages",
     "CORRECTED",
+    "decode_tokens",
     "digest_pages",
     "digest_two_bit",
     "extend_attention",
@@ -85,6 +88,7 @@ __all__ = [
     "Pooling",
     "recall_pages",
     "RECALLED",
+    "rotate",
     "score_pages",
     "score_two_bit",
     "seed_slots",
@@ -95,6 +99,7 @@ __all__ = [
     "stage_layers",
     "stage_pages",
     "take_in_hand",
+    "unrotated_keys",
     "verify_units",
     "write_stamp",
     "write_tokens",

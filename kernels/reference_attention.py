@@ -8,28 +8,40 @@ import math
 import torch
 import torch.nn.functional as F
 
+from sglang_freekv.kernels.kv import Scales
 from sglang_freekv.kernels.reads import Reads
+from sglang_freekv.kernels.reference_codes import decode_vectors
 from sglang_freekv.kernels.reference_stamps import write_stamp
 from sglang_freekv.kernels.shares import Shares
 
+CODES = (torch.int8, torch.float8_e4m3fn)  # types of 8 bits, which attention does not compute with
+
 
 def attend_pages(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    *,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Decode attention over the pages in ``reads``, all of which are present.
 
     Args:
-        queries: ``[B, Hq, D]`` post-RoPE.
-        keys, values: ``[F, S, H, D]`` device cache.
+        queries: ``[B, Hq, D]`` post-RoPE, and rotated if keys are.
+        keys, values: ``[F, S, H, D]`` device cache: numbers, or codes of 8 bits, which are decoded in float32.
         seq_lens: ``[B]`` tokens of context, the new one included. They mask the partial last page.
         reads: frames and pages to attend to.
         scale: factor of the logits ``q . k``.
+        scales: ``[F, S, H]`` of codes; None if keys and values have none. One that is NaN makes NaN of all who see the token.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of the queries, zeros for a padding request.
     """
     result = torch.zeros_like(queries)
-    _attend(queries, keys, values, seq_lens, reads, scale, result)
+    _attend(queries, keys, values, seq_lens, reads, scale, result, scales=scales)
     return result
 
 
@@ -49,22 +61,31 @@ def attend_present(
     shares: Shares,
     *,
     stamp: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """The part of ``attend_pages`` over the present pages, which are at the head of each list.
 
     Args:
         stamp: ``[4]`` of ``reference_stamps``: receives the end.
     """
-    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=~_coming(reads), number=0)
+    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=~_coming(reads), number=0, scales=scales)
     if stamp is not None:
         write_stamp(stamp)
 
 
 def attend_rest(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seq_lens: torch.Tensor, reads: Reads, scale: float, shares: Shares
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seq_lens: torch.Tensor,
+    reads: Reads,
+    scale: float,
+    shares: Shares,
+    *,
+    scales: Scales | None = None,
 ) -> None:
     """The part of ``attend_pages`` over the other pages, which the correction's recall has brought."""
-    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=_coming(reads), number=1)
+    _attend_share(queries, keys, values, seq_lens, reads, scale, shares, whose=_coming(reads), number=1, scales=scales)
 
 
 def merge_shares(
@@ -102,11 +123,13 @@ def _attend_share(
     *,
     whose: torch.Tensor,
     number: int,
+    scales: Scales | None,
 ) -> None:
     """Attend to the entries for which ``whose [B, H, A]`` is True, into the share of that number."""
     result, weights = shares.outputs[:, :, number], shares.weights[:, :, number]
     result[:], weights[:] = 0, -torch.inf
-    _attend(queries, keys, values, seq_lens, reads._replace(frames=reads.frames.where(whose, -1)), scale, result, weights=weights)
+    reads = reads._replace(frames=reads.frames.where(whose, -1))
+    _attend(queries, keys, values, seq_lens, reads, scale, result, weights=weights, scales=scales)
 
 
 def _attend(
@@ -119,6 +142,7 @@ def _attend(
     result: torch.Tensor,
     *,
     weights: torch.Tensor | None = None,
+    scales: Scales | None,
 ) -> None:
     """Attend for the kv heads with a slot in ``reads``; write ``result [B, Hq, D]`` and ``weights [B, Hq]``, as in ``Shares``."""
     (frames, pages, *_), (page_size, num_kv_heads) = reads, keys.shape[1:3]
@@ -130,9 +154,13 @@ def _attend(
     position = pages[..., None] * page_size + torch.arange(page_size, device=b.device)
     visible = ((frames >= 0)[..., None] & (position < seq_lens[b, None, None])).flatten(1)[:, None]
     k, v = (cache[frames.clamp(min=0), :, h[:, None]].flatten(1, 2) for cache in (keys, values))
-    k, v = (x.masked_fill_(~visible[:, 0, :, None], 0) for x in (k, v))  # a masked token may be another request's, even NaN
     q = queries.unflatten(1, (num_kv_heads, -1))[b, h]
-    result.unflatten(1, (num_kv_heads, -1))[b, h] = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    if keys.dtype in CODES:
+        factors = (each[frames.clamp(min=0), :, h[:, None]].flatten(1, 2) for each in scales) if scales is not None else (None, None)
+        q, k, v = q.float(), *(decode_vectors(codes, factor) for codes, factor in zip((k, v), factors))
+    k, v = (x.masked_fill_(~visible[:, 0, :, None], 0) for x in (k, v))  # a masked token may be another request's, even NaN
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    result.unflatten(1, (num_kv_heads, -1))[b, h] = output.to(result.dtype)
     if weights is not None:
         logits = (q.float() @ k.mT.float()).mul_(scale).masked_fill_(~visible, -torch.inf)
         weights.unflatten(1, (num_kv_heads, -1))[b, h] = logits.logsumexp(-1) / math.log(2)

@@ -9,7 +9,9 @@ import torch
 
 from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.frame_tables import ABSENT, FrameTables
+from sglang_freekv.kernels.kv import Scales
 from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.reference_codes import code_vectors
 from sglang_freekv.kernels.reference_stamps import BEGIN, write_stamp
 from sglang_freekv.kernels.staged_layers import StagedLayers
 
@@ -20,6 +22,9 @@ def offload_pages(
     starts: torch.Tensor,
     host_pages: torch.Tensor,
     host_pool: torch.Tensor,
+    *,
+    scales: Scales | None = None,
+    host_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy full pages from token rows (NHD) to the host pool (HND).
 
@@ -28,11 +33,14 @@ def offload_pages(
         starts: ``[N, H]`` row of each page's first token, per kv head.
         host_pages: ``[N]`` host page to write, -1 to skip.
         host_pool: ``[n_page, H, 2, S, D]`` written in place.
+        scales: ``[T, H]`` of codes, copied along with them.
+        host_scales: ``[n_page, H, 2, S]`` written in place; contiguous, as units are read.
     """
     chosen = (host_pages >= 0).nonzero().squeeze(1)
     page_size = host_pool.shape[3]
-    units = torch.stack([gather_pages(rows, starts[chosen], page_size) for rows in (keys, values)], dim=2)
-    host_pool[host_pages[chosen].to(host_pool.device)] = units.to(host_pool.device)
+    for kinds, pool in _moved((keys, values), host_pool, scales, host_scales):
+        units = torch.stack([gather_pages(rows, starts[chosen], page_size) for rows in kinds], dim=2)
+        pool[host_pages[chosen].to(pool.device)] = units.to(pool.device)
 
 
 def recall_pages(
@@ -43,6 +51,9 @@ def recall_pages(
     programs: int = 8,
     closely: bool = False,
     stamp: torch.Tensor | None = None,
+    *,
+    scales: Scales | None = None,
+    host_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy missing units from the host pool (HND) to their slots (NHD), and leave the list empty.
 
@@ -53,14 +64,17 @@ def recall_pages(
         programs: on a GPU, the number of programs that copy; the rest of the device is left to the computation.
         closely: on a GPU, start while the kernel before still runs, because attention waits for this recall.
         stamp: ``[4]`` of ``reference_stamps``: receives the begin and, if there was anything to copy, the end.
+        scales: ``[F, S, H]`` of codes, written in place.
+        host_scales: ``[n_page, H, 2, S]``.
     """
     any_missing = bool(misses.length[0])
     if stamp is not None:
         stamp[BEGIN] = time.perf_counter_ns()
     host_pages, heads, frames = (column.long() for column in misses.columns())
-    units = host_pool[host_pages.to(host_pool.device), heads.to(host_pool.device)].to(keys.device)
-    keys[frames, :, heads] = units[:, 0]
-    values[frames, :, heads] = units[:, 1]
+    for kinds, pool in _moved((keys, values), host_pool, scales, host_scales):
+        units = pool[host_pages.to(pool.device), heads.to(pool.device)].to(keys.device)
+        for kind, cache in enumerate(kinds):
+            cache[frames, :, heads] = units[:, kind]
     misses.clear()
     if stamp is not None and any_missing:
         write_stamp(stamp)
@@ -76,6 +90,8 @@ def fill_pages(
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
+    source_scales: Scales | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Copy the pages in the slots of ``rows`` from token rows on the device. A page that has no token yet is left out.
 
@@ -87,6 +103,8 @@ def fill_pages(
         seq_lens: ``[B]`` tokens of each request among the token rows.
         tables: pages in slots, and the frames of slots. A slot without a frame is left out.
         keys, values: ``[F, S, H, D]`` written in place.
+        source_scales: ``[T, H]`` of codes, copied along with them.
+        scales: ``[F, S, H]`` written in place.
     """
     size, pages = keys.shape[1], tables.slot_pages[rows].long()
     pages = pages.where(tables.row_frames[rows][:, None] >= 0, -1)
@@ -94,8 +112,8 @@ def fill_pages(
     tokens = (starts[b] + pages[b, h, c] * size)[:, None] + torch.arange(size, device=pages.device)
     tokens.clamp_(max=source_keys.shape[0] - 1)
     frames = tables.row_frames[rows[b], c].long()
-    keys[frames, :, h] = source_keys[tokens, h[:, None]]
-    values[frames, :, h] = source_values[tokens, h[:, None]]
+    for source, target in zip((source_keys, source_values, *(source_scales or ())), (keys, values, *(scales or ())), strict=True):
+        target[frames, :, h] = source[tokens, h[:, None]]
 
 
 def fill_frames(
@@ -106,6 +124,8 @@ def fill_frames(
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
+    source_scales: Scales | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Copy pages from token rows on the device into the frames that they were given.
 
@@ -113,12 +133,14 @@ def fill_frames(
         source_keys, source_values, starts: as for :func:`fill_pages`.
         given: ``[B, P]`` frame of each logical page, -1 for a page to leave out.
         keys, values: ``[F, S, H, D]`` written in place.
+        source_scales, scales: as for :func:`fill_pages`.
     """
     size = keys.shape[1]
     b, p = (given >= 0).nonzero(as_tuple=True)
     tokens = ((starts[b] + p * size)[:, None] + torch.arange(size, device=given.device)).clamp(max=source_keys.shape[0] - 1)
     frames = given[b, p].long()
-    keys[frames], values[frames] = source_keys[tokens], source_values[tokens]
+    for source, target in zip((source_keys, source_values, *(source_scales or ())), (keys, values, *(scales or ())), strict=True):
+        target[frames] = source[tokens]
 
 
 def stage_pages(
@@ -127,6 +149,9 @@ def stage_pages(
     starts: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    *,
+    scales: Scales | None = None,
+    host_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy whole pages of all kv heads from the host pool (HND) to token rows (NHD): the prefix of an extend.
 
@@ -135,11 +160,14 @@ def stage_pages(
         host_pages: ``[N]`` pages to read, then -1.
         starts: ``[N]`` first token row of each page.
         keys, values: ``[T, H, D]`` written in place.
+        scales: ``[T, H]`` of codes, written in place.
+        host_scales: ``[n_page, H, 2, S]``.
     """
     host_pages, starts = (x[host_pages >= 0] for x in (host_pages, starts))
-    units = host_pool[host_pages.to(host_pool.device)].to(keys.device).permute(2, 0, 3, 1, 4)
     rows = starts[:, None] + torch.arange(host_pool.shape[3], device=starts.device)
-    keys[rows], values[rows] = units[0], units[1]
+    for kinds, pool in _moved((keys, values), host_pool, scales, host_scales):
+        units = pool[host_pages.to(pool.device)].to(keys.device).transpose(1, 3)  # [N, S, 2, H], and D behind it but for scales
+        kinds[0][rows], kinds[1][rows] = units.unbind(2)
 
 
 def stage_layers(layers: StagedLayers, host_pages: torch.Tensor, starts: torch.Tensor, *, first: int, last: int) -> None:
@@ -150,7 +178,11 @@ def stage_layers(layers: StagedLayers, host_pages: torch.Tensor, starts: torch.T
         host_pages, starts: as in :func:`stage_pages`, the same in every layer.
     """
     for layer in range(first, last):
-        stage_pages(layers.host[layer], host_pages, starts, layers.keys[layer], layers.values[layer])
+        given = layers.host[layer], host_pages, starts, layers.keys[layer], layers.values[layer]
+        if layers.scales is None or layers.host_scales is None:
+            stage_pages(*given)
+        else:
+            stage_pages(*given, scales=layers.scales[layer], host_scales=layers.host_scales[layer])
 
 
 def write_tokens(
@@ -164,6 +196,7 @@ def write_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
     previous_queries: torch.Tensor,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Write the new tokens of an extend, and keep the queries with which the first decode step compares its own.
 
@@ -175,11 +208,12 @@ def write_tokens(
         rows: ``[B]`` row of each request.
         keys, values: ``[N, H, D]`` token rows, written in place.
         previous_queries: ``[R, Hq, D]`` written in place at ``rows``.
+        scales: ``[N, H]`` of token rows of codes, written in place. New keys arrive rotated then, and queries not.
 
     Returns:
         ``[B, Hq, D]`` queries of the last tokens.
     """
-    keys[token_rows], values[token_rows] = new_keys, new_values
+    _write_vectors(keys, values, scales, (token_rows,), new_keys, new_values)
     last_queries = queries[last_tokens]
     previous_queries[rows] = last_queries
     return last_queries
@@ -196,6 +230,7 @@ def append_tokens(
     *,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new token of every request into its current page, which is resident or in a slot of each kv head, else it is lost.
 
@@ -207,6 +242,7 @@ def append_tokens(
         frames: ``[B, P]`` frame of each logical page, -1 for an absent one.
         tables: pages in slots, and the frames of slots.
         keys, values: ``[F, S, H, D]`` written in place.
+        scales: ``[F, S, H]`` of frames of codes, written in place. New keys arrive rotated then.
 
     Returns:
         ``(starts, filled)``. ``starts [B, H]`` is the first token row of the current page in the flattened cache. ``filled [B]`` is the
@@ -220,8 +256,7 @@ def append_tokens(
     into = into.where(has_frame[:, None], 0).long()
     real = has_frame.nonzero().squeeze(1)
     heads = torch.arange(new_keys.shape[1], device=rows.device)
-    keys[into[real], offset[real, None], heads] = new_keys[real]
-    values[into[real], offset[real, None], heads] = new_values[real]
+    _write_vectors(keys, values, scales, (into[real], offset[real, None], heads), new_keys[real], new_values[real])
     filled = page_table.gather(1, page[:, None].long()).squeeze(1)
     return into * size, filled.where((offset == size - 1) & has_frame, -1)
 
@@ -262,8 +297,32 @@ def snapshot_pages(
     tables.counts[ABSENT] += absent.sum()
 
 
+def _moved(
+    kinds: tuple[torch.Tensor, torch.Tensor], host_pool: torch.Tensor, scales: Scales | None, host_scales: torch.Tensor | None
+) -> list[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """What a mover copies: keys and values on the device with their host pool, and so with their scales if there are any."""
+    assert (scales is None) == (host_scales is None), "scales are on the device and in host memory, or in neither"
+    return [(kinds, host_pool)] if scales is None or host_scales is None else [(kinds, host_pool), (scales, host_scales)]
+
+
 def gather_pages(rows: torch.Tensor, starts: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[N, H, S, D]`` pages that begin at ``starts [N, H]`` of token rows ``[T, H, D]``."""
+    """``[N, H, S, D]`` pages that begin at ``starts [N, H]`` of token rows ``[T, H, D]``; of scales ``[T, H]`` the same without D."""
     token = starts[:, :, None] + torch.arange(page_size, device=starts.device)
     heads = torch.arange(rows.shape[1], device=starts.device)[None, :, None]
     return rows[token, heads]
+
+
+def _write_vectors(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: Scales | None,
+    places: tuple[torch.Tensor, ...],
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+) -> None:
+    """Write numbers to ``places`` of keys and values, as codes where there are scales."""
+    if scales is None:
+        keys[places], values[places] = new_keys, new_values
+    else:
+        keys[places], scales.keys[places] = code_vectors(new_keys)
+        values[places], scales.values[places] = code_vectors(new_values)

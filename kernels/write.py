@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.codes import store_vectors
+from sglang_freekv.kernels.kv import Scales
+
 
 def write_tokens(
     new_keys: torch.Tensor,
@@ -19,11 +22,13 @@ def write_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
     previous_queries: torch.Tensor,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """As reference.write_tokens; one program for each token, and one for each request."""
     (num_tokens, num_heads, head_dim), query_heads = new_keys.shape, queries.shape[1]
     assert all(x.stride(2) == 1 for x in (new_keys, new_values, queries, keys)) and keys.stride() == values.stride()
     assert previous_queries.is_contiguous()
+    assert scales is None or scales.keys.stride() == scales.values.stride()
     last_queries = torch.empty((len(rows), query_heads, head_dim), dtype=queries.dtype, device=queries.device)
     _write_kernel[(num_tokens + len(rows),)](
         new_keys,
@@ -34,6 +39,7 @@ def write_tokens(
         rows,
         keys,
         values,
+        *(scales or (None, None)),
         previous_queries,
         last_queries,
         num_tokens,
@@ -41,6 +47,7 @@ def write_tokens(
         *new_values.stride()[:2],
         *queries.stride()[:2],
         *keys.stride()[:2],
+        *((None,) * 2 if scales is None else scales.keys.stride()),
         H=num_heads,
         HQ=query_heads,
         D=head_dim,
@@ -61,6 +68,8 @@ def _write_kernel(
     p_rows,  # [B]
     p_keys,  # [N, H, D]
     p_values,  # [N, H, D]
+    p_key_scales,  # [N, H]
+    p_value_scales,  # [N, H]
     p_previous,  # [R, Hq, D]
     p_last_queries,  # [B, Hq, D]
     num_tokens,
@@ -72,6 +81,8 @@ def _write_kernel(
     query_stride_head,
     stride_token,
     stride_head,
+    scale_stride_token,
+    scale_stride_head,
     H: tl.constexpr,
     HQ: tl.constexpr,
     D: tl.constexpr,
@@ -84,11 +95,15 @@ def _write_kernel(
     if i < num_tokens:
         o_h = tl.arange(0, BLOCK_H)[:, None]
         m_key = (o_h < H) & (o_d < D)
-        o_place = tl.load(p_token_rows + i).to(tl.int64) * stride_token + o_h * stride_head + o_d
+        i_place = tl.load(p_token_rows + i).to(tl.int64)
+        o_place = i_place * stride_token + o_h * stride_head + o_d
         b_key = tl.load(p_new_keys + i * key_stride_token + o_h * key_stride_head + o_d, mask=m_key)
         b_value = tl.load(p_new_values + i * value_stride_token + o_h * value_stride_head + o_d, mask=m_key)
-        tl.store(p_keys + o_place, b_key, mask=m_key)
-        tl.store(p_values + o_place, b_value, mask=m_key)
+        o_scale = 0
+        if p_key_scales is not None:
+            o_scale = i_place * scale_stride_token + o_h * scale_stride_head
+        store_vectors(p_keys, p_key_scales, b_key, o_place, o_scale, m_key, o_h < H)
+        store_vectors(p_values, p_value_scales, b_value, o_place, o_scale, m_key, o_h < H)
     else:
         i_b = i - num_tokens
         o_q = tl.arange(0, BLOCK_HQ)[:, None]

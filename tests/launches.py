@@ -21,7 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from sglang_freekv import kernels
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.engine import ExtendAttention
 from sglang_freekv.kernels import follow, score
+from sglang_freekv.kernels.coded_extend import CodedExtend
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
@@ -67,12 +69,15 @@ def engine_of(*, context: int, rows: int, pages: int, resident: int, settings: d
     """The engine of a server of Llama-3.1-8B's shape, with two layers. ``resident`` frames are for resident pages."""
     config = FreeKVConfig(**settings)
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
-    shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.plain(torch.bfloat16))
+    shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.of(config.kv_dtype, torch.bfloat16))
     frames = (rows + 1) * config.cache_pages + resident
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=frames)
     residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32), config.whole_pages)
     recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
-    return Retrieval(config, policy, store, streams, recall, ExtendInTwo()), residency
+    attention: ExtendAttention = ExtendInTwo()
+    if config.is_coded:
+        attention = CodedExtend(attention, (4 * size, 8, 128), torch.bfloat16, size, "cpu")
+    return Retrieval(config, policy, store, streams, recall, attention), residency
 
 
 def most_pages(context: int, engine: Retrieval) -> int:

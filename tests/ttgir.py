@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 NAME = re.compile(r"%[\w.$-]+(?:#\d+)?")
 DEFINED = re.compile(r"%[\w.$-]+(?=:)")
 PAIR = re.compile(r"(%[\w.$-]+) = (%[\w.$-]+(?:#\d+)?)")
-OPERATION = re.compile(r'(?:(%[\w.$-]+)(?::(\d+))? = )?"?([a-z_]+\.[\w.]+)"?(.*)')
+OPERATION = re.compile(r'(?:(%[\w.$-]+(?:, %[\w.$-]+)*)(?::(\d+))? = )?"?([a-z_]+\.[\w.]+)"?(.*)')
 STRING = re.compile(r'"[^"]*"')
 PLACE = re.compile(r' loc\((?:#loc\d*|"[^"]*"\(#loc\d*\))\)')
 ALIAS = re.compile(r"#loc\d*")
@@ -102,7 +102,8 @@ class Program:
         return number
 
     def _plain(self, name: str, rest: str, result: tuple[str | None, int], place: str) -> None:
-        operands, results = self._values(rest), self._define(result[0], result[1]) if result[0] else []
+        operands, names = self._values(rest), result[0].split(", ") if result[0] else []
+        results = [value for each in names for value in self._define(each, result[1])]
         number = self._add(name, operands, results, place, rest.rpartition(" : ")[2])
         if name == "arith.constant" and (value := re.match(r" (-?\d+) : ", rest)):
             self.constants[results[0]] = int(value[1])

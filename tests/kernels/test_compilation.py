@@ -110,6 +110,50 @@ def test_attention_and_scores_of_wide_kv_heads_compile_and_fit_a_small_gpu():
     assert all(0 < number <= 99 * 1024 for numbers in shared.values() for number in numbers), shared
 
 
+CODED = """
+import re
+import sys
+from unittest import mock
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from sglang_freekv.kernels import attend
+from sglang_freekv.kernels.kv import Scales
+from sglang_freekv.kernels.reads import Reads
+
+driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", int(sys.argv[1]), 32), get_current_device=lambda: 0))
+run, found = JITFunction.run, []
+JITFunction.run = lambda kernel, *args, grid, warmup, **options: found.append(run(kernel, *args, grid=grid, warmup=True, **options))
+
+for case in sys.argv[2:]:
+    name, code, D, G, S = case.split("-")
+    D, G, S, dtype = int(D), int(G), int(S), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    queries, keys = torch.zeros(1, 2 * G, D, dtype=dtype), torch.zeros(64, S, 2, D, dtype={"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[code])
+    one, scale = torch.ones(1, dtype=torch.int64), torch.zeros(64, S, 2, dtype=torch.float16)
+    reads, scales = Reads.allocate(1, 2, 64, "cpu"), Scales(scale, scale) if code == "int8" else None
+    shares = attend.allocate_shares(queries, keys, reads)
+    attend.attend_present(queries, keys, keys, one, reads, 1.0, shares, scales=scales)
+    attend.attend_rest(queries, keys, keys, one, reads, 1.0, shares, scales=scales)
+    attend.attend_pages(queries, keys, keys, one, reads, 1.0, scales=scales)
+    for ptx, kernel in [(each.asm["ptx"], each) for each in found if each.metadata.name == "_attend_pages"]:
+        narrow = len(re.findall(r"ld[.]shared[.](?:v[24][.])?[bsu](?:8|16)", ptx))
+        print(case, kernel.metadata.shared, narrow, len(re.findall(r"ld[.]shared[.](?:v[24][.])?[bsu]32", ptx)), flush=True)
+    found.clear()
+"""
+CODED_CASES = ["bf16-int8-128-4-8", "fp16-int8-64-8-32", "bf16-int8-256-6-2", "fp32-int8-80-1-8"]
+
+
+@pytest.mark.parametrize("device, cases", [("90", [*CODED_CASES, "bf16-e4m3-128-4-8"]), ("80", CODED_CASES[:2])], ids=["sm_90", "sm_80"])
+def test_codes_are_read_in_words(device, cases):
+    """Bytes that are read one by one from shared memory would take longer than all the rest."""
+    done = run(CODED, device, *cases)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [(case, *map(int, numbers)) for case, *numbers in map(str.split, done.stdout.splitlines())]
+    assert [case for case, *_ in found] == [case for case in cases for _ in range(3)]
+    assert all(0 < shared <= 99 * 1024 and narrow == 0 < words for _, shared, narrow, words in found), found
+
+
 FOLLOW = """
 import re
 import triton
@@ -122,7 +166,7 @@ WIDE = {"p_rows", "p_seq_lens", "p_counts"}
 TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output", "p_learned_sinks"}
 FOUR = {"p_logits", "p_weights", "p_parts"}
 NUMBERS = {
-    "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "AHEAD_FIRST": True,
+    "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "CODE": None, "AHEAD_FIRST": True,
     "POOLING": "softmax-mean", "HYSTERESIS": 0.0, "ON_TURN": False, "A_PART": 64, "UNITS": 1, "BLOCK_S": 32, "PREFETCH": True,
     "SIZES": Sizes(SINK=16, SELECTED=32, WINDOW=16, H=8, G=4, S=32, C=64, A=64, BUDGET=64, G_BLOCK=4, C_BLOCK=64, A_BLOCK=64,
                    BUDGET_BLOCK=64, P_FEW=256, P_MANY=1024, P_BLOCK=1024),
@@ -160,6 +204,60 @@ def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
     control, whole = first.pop("control"), first.pop("whole")
     assert set(first) == {"plan", "recall", "rest", "merge", "merge-with-sinks"} and set(first.values()) == {"griddepcontrol.wait"}
     assert control.startswith("ld.global") and whole.startswith("ld.global"), "these do not wait"
+
+
+CODES = """
+import sys
+from unittest import mock
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from sglang_freekv.kernels import on_gpu
+from sglang_freekv.kernels.candidates import Tables
+from sglang_freekv.kernels.kv import KV, Scales
+
+driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0))
+run, found = JITFunction.run, []
+
+def compiled(kernel, *args, grid, warmup, **options):
+    made = run(kernel, *args, grid=grid, warmup=True, **options)
+    found.extend((kernel.__name__, made.metadata.shared, *map(made.asm["ptx"].count, ("ld.global", "ld.global.v4.b32", "wgmma.mma_async"))))
+
+JITFunction.run = compiled
+for case in sys.argv[1:]:
+    dtype, D, HQ, H, S = case.split("-")
+    D, HQ, H, S, T, R, C, dtype = int(D), int(HQ), int(H), int(S), 16, 3, 8, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    queries, keys, values = torch.zeros(T, HQ + 2 * H, D, dtype=dtype).split([HQ, H, H], 1)
+    codes, scales = torch.zeros(R * C, S, H, D, dtype=torch.int8), torch.zeros(R * C, S, H, dtype=torch.float16)
+    frames, rows, pages = KV(codes, codes, Scales(scales, scales)), torch.zeros(T, dtype=torch.int64), torch.zeros(T, 16, dtype=torch.int32)
+    kv, slots = frames.token_rows, torch.zeros(R, H, C, dtype=torch.int32)
+    on_gpu.rotate(queries, keys)
+    on_gpu.decode_tokens(kv, rows, KV(torch.zeros(T, H, D, dtype=dtype), torch.zeros(T, H, D, dtype=dtype)))
+    on_gpu.unrotated_keys(kv, pages[:, :H], rows, S, dtype)
+    where = rows, rows, pages, pages.clone(), Tables(slots, slots, torch.zeros(R, C, dtype=torch.int32))
+    on_gpu.append_tokens(keys, values, *where, keys=codes, values=codes, scales=frames.scales)
+    previous = torch.zeros(R, HQ, D, dtype=dtype)
+    on_gpu.write_tokens(keys, values, queries, rows, rows, rows, keys=kv[0], values=kv[1], previous_queries=previous, scales=kv.scales)
+    print(case, *found, flush=True)
+    found.clear()
+"""
+CODES_CASES = ["bf16-128-32-8-32", "bf16-80-8-2-8", "bf16-256-16-2-32", "fp32-128-32-8-32", "fp32-256-8-2-8"]  # D, Hq, H, S
+
+
+def test_kernels_of_codes_compile_and_fit_a_small_gpu():
+    """Rotations are done by tensor cores, but for those of float32. Codes are read 16 bytes at a time, and a scale by few threads."""
+    done = run(CODES, *CODES_CASES)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [case for case, *_ in lines] == CODES_CASES
+    for case, *words in lines:
+        found = {words[i]: list(map(int, words[i + 1 : i + 5])) for i in range(0, len(words), 5)}
+        assert set(found) == {f"_{name}_kernel" for name in ("rotate", "decode", "unrotate", "append", "write")}
+        assert all(shared <= 99 * 1024 for shared, *_ in found.values()), found
+        _, reads, wide, _ = found["_decode_kernel"]
+        assert wide == 8 and reads - wide <= 12, found
+        assert found["_unrotate_kernel"][3] and bool(found["_rotate_kernel"][3]) == case.startswith("bf16"), found
 
 
 FRAMES = """

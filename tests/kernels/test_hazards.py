@@ -33,7 +33,7 @@ from ttgir import Program
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels"
 SIZES = {"context": 131_072, "rows": 16, "pages": 64, "resident": 40}
-SERVERS = (  # the default server, on turn; one with learned sinks, whose rows have 256 slots, more than a program has threads; one with large pages
+SERVERS = (  # the default server, on turn; one with learned sinks, whose rows have 256 slots, more than a program has threads; one with large pages; two with coded KV
     {"batch": 16, "settings": {"selection": "on-turn", "canary": "full", "recall_timing": 100}},
     {
         "batch": 3,
@@ -41,6 +41,8 @@ SERVERS = (  # the default server, on turn; one with learned sinks, whose rows h
         "settings": {"page_size": 8, "digest": "two-bit", "hysteresis": 1.4, "selection": "on-turn", "canary": "sample"},
     },
     {"batch": 3, "settings": {"page_size": 256, "digest": "two-bit", "pooling": "max", "dense_below_tokens": 8192}},
+    {"batch": 3, "settings": {"page_size": 8, "digest": "two-bit", "kv_dtype": "int8", "canary": "full"}},
+    {"batch": 16, "settings": {"kv_dtype": "int8"}},
 )
 
 ROWS = "no row is in a launch twice"
@@ -209,6 +211,8 @@ OVERWRITTEN, EARLY = ("reads", "writes"), ("writes", "reads")
     ([WRITE, READ], {EARLY}),
     ([READ, BARRIER, WRITE], set()),
     ([READ, f"tt.store %b, %x : {POINTERS}"], set()),
+    ([READ, "%y, %z = tt.split %r : A -> B", f"tt.store %b, %z : {POINTERS}"], set()),
+    (["%y, %z = tt.split %x : A -> B", READ, f"tt.store %a, %z : {POINTERS}"], {OVERWRITTEN}),
     ([LOOP, READ, BARRIER, WRITE, "}"], {EARLY}),
     ([LOOP, READ, BARRIER, WRITE, BARRIER, "}"], set()),
     ([READ, LOOP, BARRIER, "}", WRITE], {OVERWRITTEN}),

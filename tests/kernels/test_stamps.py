@@ -73,7 +73,7 @@ from sglang_freekv.kernels import attend, recall, stamps
 
 NUMBERS = {
     "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "FOLLOWS": True, "UNITS": 1, "BLOCK_S": 32,
-    "PREFETCH": True, "REST": False,
+    "PREFETCH": True, "REST": False, "CODE": None,
 }
 
 def code(kernel, **more):
