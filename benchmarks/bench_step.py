@@ -18,7 +18,7 @@ from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import DIGESTS, SELECTIONS, FreeKVConfig
+from sglang_freekv.config import DIGESTS, KV_DTYPES, SELECTIONS, FreeKVConfig
 from sglang_freekv.decode_step import CORRECTING_PROGRAMS
 from sglang_freekv.digests import digests_of
 from sglang_freekv.kernels import Candidates, Reads
@@ -60,8 +60,8 @@ class Step:
         recall = drain if variant.get("copies_off") else kernels.recall_pages
         if programs := variant.get("programs"):
 
-            def recall(host, misses, keys, values, usual, *others) -> None:
-                kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs, *others)
+            def recall(host, misses, keys, values, usual, *others, **scales) -> None:
+                kernels.recall_pages(host, misses, keys, values, usual if usual == CORRECTING_PROGRAMS else programs, *others, **scales)
 
         config = replace(config, recall_timing=variant.get("recall_timing", 0))
         policy = replayed(config, controls)
@@ -90,7 +90,9 @@ class Step:
 
         def attend(layer: int, q, k, v) -> torch.Tensor:
             cache = store.cache.layers[layer]
-            return kernels.attend_pages(q, cache.keys, cache.values, self.seq_lens, reads[layer], scale)
+            if config.is_coded:
+                q, _ = kernels.rotate(q, k)
+            return kernels.attend_pages(q, cache.keys, cache.values, self.seq_lens, reads[layer], scale, scales=cache.kv.scales)
 
         def retrieve(layer: int, q, k, v) -> torch.Tensor:
             return self.retrieval.decode(layer, q, k, v, self.batch, scale)
@@ -175,22 +177,24 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=140_000, help="tokens that page tables have room for; longer cases are left out")
     parser.add_argument("--host-tokens", type=int, default=HOST_TOKENS, help="of each layer's host pool, from which page tables draw")
     parser.add_argument("--digest", choices=DIGESTS, help="in the place of the preset's")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default=FreeKVConfig().kv_dtype, help="how KV is stored")
     parser.add_argument("--selection", choices=SELECTIONS, default=FreeKVConfig().selection)
     parser.add_argument("--staggered", action="store_true", help="rows begin pages in different steps, as always with --selection on-turn")
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
     given = {name: value for name in ("page_size", "digest") if (value := getattr(options, name)) is not None}
-    config = FreeKVConfig(**PRESETS[options.preset].settings | given, selection=options.selection)
+    config = FreeKVConfig(**PRESETS[options.preset].settings | given, selection=options.selection, kv_dtype=options.kv_dtype)
     config = replace(config, hysteresis=min(config.hysteresis, 1e-6))  # the load says what is missed; the plan takes as long
     model, staggered = Decoder(SHAPE, DTYPE, DEVICE), options.staggered or config.selects_on_turn
     suffix = "" if options.preset == USUAL else f"-{options.preset}"
     suffix += f"-page-{config.page_size}-{config.digest}" if given else ""
     suffix += f"-{config.selection}" if config.selects_on_turn else "-staggered" * staggered
+    suffix += f"-{config.kv_dtype}" if config.is_coded else ""
     suffix += "" if options.host_tokens == HOST_TOKENS else f"-host-{options.host_tokens}"
     suffix += "" if options.load is None else f"-{options.load}"
     shares = Shares(options.corrected, options.missed) if options.load is None else (LOADS | BY_PRESET)[options.load].on(LAYERS)
     digest = digests_of(config).shape(HEAD_DIM, DTYPE.itemsize)
-    shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.plain(DTYPE))
+    shape = KVShape(LayerTable.uniform(LAYERS), KV_HEADS, QUERY_HEADS, HEAD_DIM, digest, KVFormat.of(config.kv_dtype, DTYPE))
     streams = CudaStream(DEVICE)
     sizes = options.host_tokens - config.page_size, 16, config.page_size
     store = Store.build(config, shape, *sizes, DEVICE, streams, num_frames=(sizes[1] + 1) * config.cache_pages + FRAMES)

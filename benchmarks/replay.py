@@ -172,7 +172,7 @@ def replayed(config: FreeKVConfig, controls: Controls) -> Replay:
     return Replay(METHODS["freekv"], ReplayedDigests(digests_of(config), controls), config.pooling, config.tau, controls)
 
 
-def drain(host_pool: torch.Tensor, misses: Misses, *others) -> None:
+def drain(host_pool: torch.Tensor, misses: Misses, *others, **scales) -> None:
     """In the place of recall: the list of misses is emptied, and nothing is copied."""
     misses.clear()
 

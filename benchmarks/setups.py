@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,13 @@ class Setup:
     @property
     def config(self) -> dict:
         return json.loads(self.config_path.read_text())
+
+    @property
+    def kv_dtype(self) -> str:
+        """FreeKV's ``--freekv-kv-dtype``, as given among its flags."""
+        parser = ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--freekv-kv-dtype", default=FreeKVConfig().kv_dtype)
+        return parser.parse_known_args(self.extra_freekv)[0].freekv_kv_dtype
 
     @property
     def edge_pages(self) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.profiles import CORRECTED, MISSED
 from benchmarks.report import Report, say, table
 from benchmarks.servers import BenchServer, Stream, random_prompt
 from benchmarks.setups import Setup
+from sglang_freekv.memory_pool.kv_format import KVFormat
 
 PROMPT_SEED = 1000  # prompts are the same for all systems and loads
 SETTLE_TOKENS = 8  # of every request, before the window begins
@@ -89,7 +92,8 @@ def achieved(setup: Setup, streams: list[Stream]) -> dict:
     total = {name: sum(each[name] for each in counts) for name in counts[0]}
     config = setup.config
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    unit_bytes = 2 * setup.page_size * head_dim * (4 if setup.device == "cpu" else 2)
+    kv = KVFormat.of(setup.kv_dtype, torch.float32 if setup.device == "cpu" else torch.bfloat16)
+    unit_bytes = 2 * setup.page_size * (head_dim * kv.storage.itemsize + kv.vector_bytes)
     steps = max(1, total["decode_steps"])
     return {
         "corrected": total["corrections"] / max(1, total["correction_decisions"]),

@@ -9,7 +9,7 @@ from math import ceil, floor
 
 from sglang_freekv.config import GIB, Refusal
 from sglang_freekv.launch.finding import Finding, size
-from sglang_freekv.launch.plan import MOST_HOST_SHARE, Plan, most_that
+from sglang_freekv.launch.plan import CODED, MOST_HOST_SHARE, Plan, most_that
 from sglang_freekv.options import NAMES, Options, config_from
 
 SMALLEST = "fast"  # the preset whose digests take the least device memory
@@ -94,6 +94,8 @@ def _cures(plan: Plan) -> Iterator[str]:
         yield f"{size(host.hardware.host_bytes)} of host memory"
     if _with_smallest_preset(plan):
         yield f"`--freekv-preset {SMALLEST}`"
+    if (codes := plan.with_codes()) and codes.fits:
+        yield f"`--freekv-kv-dtype {CODED}`"
     if smaller := _with_smaller_weights(plan):
         bits = "8" if smaller.weight_share == 0.5 else "4"
         yield f"a checkpoint in {bits} bits"

@@ -6,11 +6,11 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor
 
-from sglang_freekv.config import GIB, FreeKVConfig, typed
+from sglang_freekv.config import GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.launch.footprint import MOST_REQUESTS, Footprint, Room
 from sglang_freekv.launch.hardware import Hardware
 from sglang_freekv.launch.model import Model
@@ -19,6 +19,7 @@ from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
 
 STATIC_SHARE = {"cuda": 0.85, "cpu": 0.88}  # share of device memory for weights and KV: our advice on a GPU, SGLang's default on a CPU
+CODED = "int8"  # the --freekv-kv-dtype that takes the least memory
 MOST_HOST_SHARE = 0.9  # share of the machine's memory that host pools may take if the user sizes them
 
 
@@ -180,6 +181,17 @@ class Plan:
             return False
         host, device = (known if known is not None else 1 << 62 for known in (self.host_bytes, self.device_bytes))
         return device > 0 and any(self.footprint.fit(count, host, device, limit, running) for limit in {most, most or needed})
+
+    def with_codes(self) -> Plan | None:
+        """The plan with KV in int8; None if that is what it has, or if the server would refuse it."""
+        if self.config.kv_dtype != FreeKVConfig().kv_dtype:
+            return None
+        try:
+            other = replace(self, question=replace(self.question, config=replace(self.config, kv_dtype=CODED)))
+            self.model.refuse_settings(other.config, self.hardware.device)
+        except Refusal:
+            return None
+        return other
 
     @property
     def on_gpu(self) -> bool:

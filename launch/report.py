@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sglang_freekv.config import Refusal
 from sglang_freekv.launch.finding import Finding, size
 from sglang_freekv.launch.obstacles import obstacles_of
-from sglang_freekv.launch.plan import Plan
+from sglang_freekv.launch.plan import CODED, Plan
 
 HERE_ALONE = (
     "pinned memory, memlock limits and installed packages of the server's machine: run the doctor there without --gpu and --host-memory"
@@ -182,6 +182,7 @@ def _facts(plan: Plan) -> Iterator[Finding]:
     model, config = plan.model, plan.config
     shape = model.kv_shape(config)
     dtype = str(model.dtype).removeprefix("torch.")
+    dtype += f" with retrieved KV in {config.kv_dtype}" if config.is_coded else ""
     windows = f", {shape.layers.near} window" if shape.layers.near else ""
     value = (
         f"{model.name}, {shape.retrieval_layers} retrieved{windows} and {shape.dense_layers} dense layers, {shape.query_heads} query heads, "
@@ -232,8 +233,12 @@ def _recall(plan: Plan) -> Iterator[Finding]:
     )
     yield Finding("recall", value, figures={"bytes_per_token": recalled, "awaited": shares.awaited, "missed": shares.missed})
     if link is not None:
+        figures = {"tokens_per_s": link / recalled, "link_bytes_per_s": link}
         value = f"the link ({link / 1e9:.1f} GB/s, {plan.hardware.origin}) sustains {link / recalled:.0f} tokens/s over all requests"
-        yield Finding("decode rate", value, figures={"tokens_per_s": link / recalled, "link_bytes_per_s": link})
+        if codes := plan.with_codes():
+            figures["coded_tokens_per_s"] = link / codes.footprint.recalled_bytes
+            value += f", and {figures['coded_tokens_per_s']:.0f} with --freekv-kv-dtype {CODED}"
+        yield Finding("decode rate", value, figures=figures)
 
 
 def _unchecked(plan: Plan) -> Iterator[str]:

@@ -9,6 +9,7 @@ import torch
 
 from sglang_freekv import kernels
 from sglang_freekv.kernels import Misses, Units
+from sglang_freekv.kernels.kv import KV
 
 UNSEALED = -1  # the mark of a page that was never written: its zeros have the checksum 0, so reading one is a fault
 MOST_FAULTS = 256  # places of the ring
@@ -51,35 +52,28 @@ class Canary:
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.checksums)
 
-    def seal(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+    def seal(self, layer: int, kv: KV, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
         """Write the checksums of the units that ``kernels.offload_pages`` with these arguments writes to the host pool."""
-        kernels.checksum_pages(keys, values, starts, host_pages, self.checksums[layer], self.page_size)
+        sums = self.checksums[layer]
+        kernels.checksum_pages(kv.keys, kv.values, starts, host_pages, sums, self.page_size, scales=kv.scales)
 
-    def verify_recalled(self, layer: int, misses: Misses, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Examine the units that the last recall of ``misses`` brought to the frames of ``keys`` and ``values``, ``[F, S, H, D]``."""
+    def verify_recalled(self, layer: int, misses: Misses, frames: KV) -> None:
+        """Examine the units that the last recall of ``misses`` brought to ``frames``, ``[F, S, H, D]``."""
         units = Units(misses.frames, self.page_size, misses.heads, misses.host_pages, misses.recalled)
-        self._verify(layer, keys.flatten(0, 1), values.flatten(0, 1), units, self.every)
+        self._verify(layer, frames.token_rows, units, self.every)
 
-    def verify_staged(
-        self,
-        layer: int,
-        host_pages: torch.Tensor,
-        starts: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        every: int | None = None,
-    ) -> None:
+    def verify_staged(self, layer: int, host_pages: torch.Tensor, starts: torch.Tensor, kv: KV, every: int | None = None) -> None:
         """Examine the units that ``kernels.stage_pages`` with these arguments brought: one in ``every``, by default the canary's own."""
         pages, rows = (x.repeat_interleave(len(self.heads)) for x in (host_pages, starts))
         self.staged += 1
         count = torch.full((2,), self.staged, dtype=torch.int32, device=pages.device)
         count[:1] = (pages >= 0).sum()
         units = Units(rows, 1, self.heads.repeat(len(host_pages)), pages, count)
-        self._verify(layer, keys, values, units, every or self.every)
+        self._verify(layer, kv, units, every or self.every)
 
-    def _verify(self, layer: int, keys: torch.Tensor, values: torch.Tensor, units: Units, every: int) -> None:
-        checksums = self.checksums[layer]
-        kernels.verify_units(keys, values, units, checksums, self.faults, every=every, layer=layer, page_size=self.page_size)
+    def _verify(self, layer: int, kv: KV, units: Units, every: int) -> None:
+        where = kv.keys, kv.values, units, self.checksums[layer], self.faults
+        kernels.verify_units(*where, every=every, layer=layer, page_size=self.page_size, scales=kv.scales)
 
 
 class FaultReader:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_freekv.kernels import Tables
+from sglang_freekv.kernels.kv import KV, Scales
 from sglang_freekv.memory_pool.sizing import KVShape
 
 
@@ -17,7 +18,7 @@ class LayerCache:
     """The device cache of one layer.
 
     Args:
-        keys, values: ``[F, S, H, D]``, F frames.
+        kv: keys and values ``[F, S, H, D]``, F frames; of coded KV also scales.
         slot_pages: ``[R, H, C]`` int32 slot table: the logical page in each slot, -1 for an empty one. Kv heads share the frame of a slot,
             but each has a page of its own in it.
         attended: ``[R, H, A]`` int32 pages that the next step attends to, as in ``Tables``.
@@ -25,17 +26,24 @@ class LayerCache:
         previous_queries: ``[R, Hq, D]`` post-RoPE queries of the last step.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    kv: KV
     slot_pages: torch.Tensor
     attended: torch.Tensor
     row_frames: torch.Tensor
     previous_queries: torch.Tensor
 
     @property
-    def token_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self) -> torch.Tensor:
+        return self.kv.keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.kv.values
+
+    @property
+    def token_rows(self) -> KV:
         """Keys and values as ``[F * S, H, D]``."""
-        return self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        return self.kv.token_rows
 
     @property
     def tables(self) -> Tables:
@@ -67,10 +75,13 @@ class DeviceCache:
     def __init__(self, shape: KVShape, page_size: int, slots: Slots, device: str) -> None:
         self.num_rows, self.num_slots, self.num_attended, self.num_frames = num_rows, num_slots, num_attended, num_frames = slots
         self.page_size, self.num_kv_heads, dim = page_size, shape.kv_heads, shape.head_dim
-        storage, compute, _ = shape.format
+        frames, format = (num_frames, page_size, shape.kv_heads), shape.format
 
-        def pages() -> torch.Tensor:
-            return torch.zeros((num_frames, page_size, shape.kv_heads, dim), dtype=storage, device=device)
+        def pages() -> KV:
+            keys, values = (torch.zeros((*frames, dim), dtype=format.storage, device=device) for _ in range(2))
+            if format.scales is None:
+                return KV(keys, values)
+            return KV(keys, values, Scales(*(torch.zeros(frames, dtype=format.scales, device=device) for _ in range(2))))
 
         def table(*sizes: int) -> torch.Tensor:
             return torch.full(sizes, -1, dtype=torch.int32, device=device)
@@ -81,25 +92,25 @@ class DeviceCache:
         self.slot_pages, self.attended = table(*heads, num_slots), table(*heads, num_attended)
         self.layers = [
             LayerCache(
-                keys=pages(),
-                values=pages(),
+                kv=pages(),
                 slot_pages=slot_pages,
                 attended=attended,
                 row_frames=self.row_frames,
-                previous_queries=torch.zeros(num_rows, shape.query_heads, dim, dtype=compute, device=device),
+                previous_queries=torch.zeros(num_rows, shape.query_heads, dim, dtype=format.compute, device=device),
             )
             for slot_pages, attended in zip(self.slot_pages, self.attended)
         ]
 
     @property
     def num_bytes(self) -> int:
-        of_layers = (tensor.nbytes for layer in self.layers for name, tensor in vars(layer).items() if name != "row_frames")
-        return self.row_frames.nbytes + sum(of_layers)
+        of_rows = (tensor for layer in self.layers for tensor in (layer.slot_pages, layer.attended, layer.previous_queries))
+        frames = (tensor for layer in self.layers for tensor in layer.kv.tensors)
+        return sum(tensor.nbytes for tensor in (self.row_frames, *of_rows, *frames))
 
     @property
     def frame_bytes(self) -> int:
         """Bytes of one frame, in all layers."""
-        return sum(held[0].nbytes for layer in self.layers for held in (layer.keys, layer.values))
+        return sum(held[0].nbytes for layer in self.layers for held in layer.kv.tensors)
 
     def empty_rows(self, rows: torch.Tensor) -> None:
         """Leave nothing in the slots of ``rows [N]``, which lose them, and nothing to attend to."""

@@ -7,9 +7,32 @@ from typing import Any
 
 import torch
 
+from sglang_freekv import kernels
+from sglang_freekv.kernels.kv import KV
 from sglang_freekv.memory_pool.host_pool import HostPool
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def keys_to_digest(
+    kv: KV, starts: torch.Tensor, host_pages: torch.Tensor, page_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys of full pages as attention sees them: of coded KV decoded, and rotated back.
+
+    Args:
+        kv: token rows ``[T, H, D]``.
+        starts: ``[N, H]`` row of each page's first token, per kv head.
+        host_pages: ``[N]`` host pages, -1 for a page to leave out.
+        page_size: S.
+        dtype: of decoded keys.
+
+    Returns:
+        ``(keys, starts)``: token rows of keys ``[T, H, D]``, and ``[N, H]`` where the pages begin there.
+    """
+    if kv.scales is None:
+        return kv.keys, starts
+    keys = kernels.unrotated_keys(kv, starts, host_pages, page_size, dtype)
+    return keys, (torch.arange(len(host_pages), device=starts.device) * page_size)[:, None].expand_as(starts)
 
 
 class DigestPool:
@@ -39,12 +62,13 @@ class DigestPool:
         Raises:
             RuntimeError: a digest differs.
         """
-        for index, (digests, pages) in enumerate(zip(self.layers, host.layers)):
-            keys = pages[host_pages.cpu(), :, 0].to(digests.device).transpose(1, 2)  # [N, S, H, D]
-            num_pages, page_size, num_heads, head_dim = keys.shape
+        num_pages, (num_heads, _, page_size, head_dim) = len(host_pages), host.layers[0].shape[1:]
+        for index, digests in enumerate(self.layers):
             order = torch.arange(num_pages, device=digests.device)
+            starts = (order * page_size)[:, None].expand(-1, num_heads)
+            kv = host.token_rows(index, host_pages, digests.device)
             expected = torch.empty_like(digests[:num_pages])
-            policy.digests.write(keys.flatten(0, 1), (order * page_size)[:, None].expand(-1, num_heads), order, expected)
+            policy.digests.write(*keys_to_digest(kv, starts, order, page_size, digests.dtype), order, expected)
             found, expected = (each.flatten(2) for each in (digests[host_pages], expected))
             bits = INTEGERS[found.element_size()]
             corner = torch.arange(found.shape[2], device=found.device) < 2 * head_dim  # codes follow the corners

@@ -13,10 +13,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from math import prod
 from mmap import mmap
+from typing import Any
 
 import torch
 
 from sglang_freekv.config import GIB
+from sglang_freekv.kernels.kv import KV, Scales
 from sglang_freekv.memory_pool import host_memory, pinned
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ MEMORY_ORDER = {"hnd": (0, 1, 2, 3, 4), "nhd": (0, 2, 3, 1, 4)}
 class HostPool:
     """Pages of all retrieval layers: ``layers`` holds one ``[n_page, H, 2, S, D]`` tensor for each.
 
+    Of coded KV ``scales`` holds one contiguous ``[n_page, H, 2, S]`` tensor for each layer; else it is empty.
+
     Only SGLang's allocator and radix tree know which pages are free and who owns the others. A page is written whole and once, when its
     last token is known. Page 0 is SGLang's padding page and is never written.
 
@@ -41,19 +45,33 @@ class HostPool:
         dtype: of keys and values.
         pin: take all memory now and page-lock it, so that the device can read it. Without it, memory is taken as pages are written.
         layout: order of a page in memory: ``"hnd"``, with contiguous units (paper section 4.2), or ``"nhd"``, ``[2, S, H, D]``.
+        scales: of the scales of coded KV; None if it has none.
 
     Raises:
+        ValueError: scales in the layout ``"nhd"``.
         RuntimeError: the system does not give the memory. Nothing stays pinned.
     """
 
     def __init__(
-        self, num_layers: int, num_pages: int, unit_shape: tuple[int, ...], dtype: torch.dtype, pin: bool, layout: str = "hnd"
+        self,
+        num_layers: int,
+        num_pages: int,
+        unit_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        pin: bool,
+        layout: str = "hnd",
+        *,
+        scales: torch.dtype | None = None,
     ) -> None:
+        if scales is not None and layout != "hnd":
+            raise ValueError(f"host pool: expected the layout hnd for KV with scales, found {layout}")
         self.layers: list[torch.Tensor] = []
+        self.scales: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._unpin = weakref.finalize(self, pinned.unpin, self._addresses)
         shape = (num_pages, *unit_shape)
-        layer_bytes = prod(shape) * dtype.itemsize
+        code_bytes = prod(shape) * dtype.itemsize
+        layer_bytes = code_bytes + (0 if scales is None else prod(shape[:-1]) * scales.itemsize)
         num_bytes = num_layers * layer_bytes
         memories: list[mmap] = []
         try:
@@ -72,15 +90,35 @@ class HostPool:
                 f"{_remedy(error, num_bytes)}"
             ) from error
         self.layers += [_view(memory, shape, MEMORY_ORDER[layout], dtype) for memory in memories]
+        if scales is not None:  # behind the codes of their layer
+            self.scales += [torch.frombuffer(memory, dtype=scales, offset=code_bytes).view(shape[:-1]) for memory in memories]
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(tensor.nbytes for tensor in (*self.layers, *self.scales))
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit."""
-        return self.layers[0][0, 0].nbytes
+        """Bytes of one unit, its scales included."""
+        return sum(layers[0][0, 0].nbytes for layers in (self.layers, self.scales) if layers)
+
+    def scales_with(self, layer: int, scales: Scales | None) -> dict[str, Any]:
+        """Keyword arguments by which a mover copies the scales of ``layer`` along with the codes.
+
+        Args:
+            scales: those on the device. Without them there are no arguments.
+        """
+        return {} if scales is None else {"scales": scales, "host_scales": self.scales[layer]}
+
+    def token_rows(self, layer: int, host_pages: torch.Tensor, device: torch.device) -> KV:
+        """A copy of full pages ``host_pages [N]`` on ``device``, as token rows: N * S of them."""
+
+        def rows(pool: torch.Tensor) -> torch.Tensor:
+            """``[2, N * S, H, ...]`` of a pool ``[n_page, H, 2, S, ...]``."""
+            return pool[host_pages.cpu()].to(device).movedim((2, 3), (0, 2)).flatten(1, 2)
+
+        keys, values = rows(self.layers[layer])
+        return KV(keys, values, Scales(*rows(self.scales[layer])) if self.scales else None)
 
     def check_integrity(self) -> None:
         """Check that no stray store reached the padding page.
@@ -88,8 +126,8 @@ class HostPool:
         Raises:
             RuntimeError: the padding page is not all zeros.
         """
-        for index, layer in enumerate(self.layers):
-            if layer[0].count_nonzero():
+        for index in range(len(self.layers)):
+            if any(layers[index][0].count_nonzero() for layers in (self.layers, self.scales) if layers):
                 raise RuntimeError(
                     f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros; restart the server"
                 )
@@ -98,6 +136,7 @@ class HostPool:
         """Unpin and drop the layers. A pool is also unpinned when it is collected, and at exit."""
         self._unpin()
         self.layers.clear()
+        self.scales.clear()
 
     def _pin(self, memories: list[mmap]) -> None:
         """Pin the layers in parallel, one in each thread. ``_addresses`` grows by one with each pinned layer."""
@@ -125,8 +164,8 @@ class HostPool:
 
 
 def _view(memory: mmap, shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """``memory`` as a tensor of ``shape``. ``order`` lists its axes from the outermost in memory to the innermost."""
-    laid_out = torch.frombuffer(memory, dtype=dtype).view([shape[axis] for axis in order])
+    """The beginning of ``memory`` as a tensor of ``shape``. ``order`` lists its axes from the outermost in memory to the innermost."""
+    laid_out = torch.frombuffer(memory, dtype=dtype, count=prod(shape)).view([shape[axis] for axis in order])
     return laid_out.permute([order.index(axis) for axis in range(len(order))])
 
 

@@ -12,9 +12,9 @@ class KVFormat(NamedTuple):
     """Types of KV.
 
     Args:
-        storage: of keys and values in the host pool and in slots.
-        compute: of queries, of what attention reads, of staged contexts and of digests.
-        scales: of the scales that stored KV is multiplied by; None if it has none.
+        storage: of keys and values in the host pool, in frames and in staging buffers.
+        compute: of queries, of what attention computes with, of dense and window layers, and of digests.
+        scales: of the scales that stored KV is multiplied by, one for each token and kv head of keys and of values; None if it has none.
     """
 
     storage: torch.dtype
@@ -25,3 +25,18 @@ class KVFormat(NamedTuple):
     def plain(cls, dtype: torch.dtype) -> KVFormat:
         """KV that is stored as it is computed with."""
         return cls(dtype, dtype)
+
+    @classmethod
+    def int8(cls, compute: torch.dtype) -> KVFormat:
+        """Codes of 8 bits with scales of 16."""
+        return cls(torch.int8, compute, torch.float16)
+
+    @classmethod
+    def of(cls, kv_dtype: str, compute: torch.dtype) -> KVFormat:
+        """The format that one of ``config.KV_DTYPES`` names, for a model that computes in ``compute``."""
+        return cls.int8(compute) if kv_dtype == "int8" else cls.plain(compute)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes beside the elements of a stored key or value of one token and kv head."""
+        return 0 if self.scales is None else self.scales.itemsize

@@ -6,10 +6,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from sglang_freekv import kernels
 from sglang_freekv.batch import Prefixes, StagedPages
+from sglang_freekv.kernels.kv import KV
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.host_pool import HostPool
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
@@ -35,8 +34,8 @@ class PrefixStream(ABC):
         self.examined: list[Handle] = []  # by the canary; waited for at the end of the pass only
 
     @abstractmethod
-    def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[T, H, D]`` in which the contexts of ``layer`` lie."""
+    def token_rows(self, layer: int) -> KV:
+        """Keys and values ``[T, H, D]``, and their scales, in which the contexts of ``layer`` lie."""
 
     @abstractmethod
     def first_layers(self) -> Iterable[range]:
@@ -63,7 +62,7 @@ class PrefixStream(ABC):
             self.looked_up = self.stream.submit(look_up, behind)
             self.arrived = {layers[0]: self._stream(layers, behind) for layers in self.first_layers()}
 
-    def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def context(self, layer: int) -> KV:
         """The token rows of ``layer``, with the prefixes in place. Starts to stream the layers for which there is room then."""
         if self.streams_any:
             if layer in self.arrived:
@@ -87,9 +86,10 @@ class PrefixStream(ABC):
     def copy(self, layers: range) -> None:
         """Copy the pages that were looked up, in each of ``layers``, on the current stream."""
         for layer in layers:
-            host_pages, starts = self.staged
-            kernels.stage_pages(self.host.layers[layer], host_pages, starts, *self.token_rows(layer))
+            (host_pages, starts), kv = self.staged, self.token_rows(layer)
+            with_scales = self.host.scales_with(layer, kv.scales)
+            kernels.stage_pages(self.host.layers[layer], host_pages, starts, kv.keys, kv.values, **with_scales)
 
     def _verify(self, layer: int) -> None:
         host_pages, starts = self.staged
-        self.canary.verify_staged(layer, host_pages, starts, *self.token_rows(layer))
+        self.canary.verify_staged(layer, host_pages, starts, self.token_rows(layer))

@@ -51,13 +51,18 @@ class KVShape:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of stored KV."""
+        """Bytes of one element of stored KV, without its share of a scale."""
         return self.format.storage.itemsize
 
     @property
-    def layer_token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+    def retrieval_token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one retrieval layer, as they are stored, with their scales."""
+        return 2 * self.kv_heads * (self.head_dim * self.element_bytes + self.format.vector_bytes)
+
+    @property
+    def dense_token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one dense layer, window layer, or layer of stock SGLang: of the computed type."""
+        return 2 * self.kv_heads * self.head_dim * self.format.compute.itemsize
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,11 @@ class Sizing:
         if not self.shape.layers.near:
             return None
         chunk = self.chunk if self.chunk > 0 else self.context_len
-        return WindowKV(self.shape.window, self.shape.layers.near, chunk, self.config.page_size, self.shape.layer_token_bytes)
+        return WindowKV(self.shape.window, self.shape.layers.near, chunk, self.config.page_size, self.shape.dense_token_bytes)
 
     @property
     def host_bytes_per_token(self) -> int:
-        return self.shape.retrieval_layers * self.shape.layer_token_bytes
+        return self.shape.retrieval_layers * self.shape.retrieval_token_bytes
 
     @property
     def device_bytes_per_token(self) -> float:
@@ -95,7 +100,7 @@ class Sizing:
     @property
     def dense_bytes_per_token(self) -> int:
         """KV of dense layers."""
-        return self.shape.dense_layers * self.shape.layer_token_bytes
+        return self.shape.dense_layers * self.shape.dense_token_bytes
 
     @property
     def digest_bytes_per_token(self) -> float:
@@ -107,7 +112,7 @@ class Sizing:
     @property
     def frame_bytes(self) -> int:
         """Bytes of a frame: one page in all retrieval layers, and its places in the tables of frames."""
-        return self.shape.retrieval_layers * self.config.page_size * self.shape.layer_token_bytes + FRAME_TABLE_BYTES
+        return self.shape.retrieval_layers * self.config.page_size * self.shape.retrieval_token_bytes + FRAME_TABLE_BYTES
 
     @property
     def table_bytes(self) -> int:
@@ -138,8 +143,14 @@ class Sizing:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the two staging buffers, each for the keys and values of one longest context."""
-        return 4 * self.context_len * self.shape.kv_heads * self.shape.head_dim * self.shape.format.compute.itemsize
+        """Bytes of the two staging buffers, each for the stored KV of one longest context, and of the scratch."""
+        return 2 * self.context_len * self.shape.retrieval_token_bytes + self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch to which an extend decodes the context of one layer; 0 if KV is stored as it is computed with."""
+        storage, compute, _ = self.shape.format
+        return 0 if storage == compute else self.context_len * self.shape.dense_token_bytes
 
     @property
     def row_window_bytes(self) -> int:

@@ -10,9 +10,11 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.batch import Prefixes, StagedPages
 from sglang_freekv.kernels import StagedLayers
+from sglang_freekv.kernels.kv import KV, Scales
 from sglang_freekv.memory_pool.canary import Canary
 from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.host_pool import HostPool
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.prefix_stream import PrefixStream
 from sglang_freekv.memory_pool.transfer import Handle, TransferStream
 
@@ -27,7 +29,7 @@ class Staging(PrefixStream):
         host: pool that the prefixes come from.
         tokens: token rows of a staging buffer, for all contexts of a batch together.
         kv_shape: ``(H, D)``.
-        dtype, device: of the staging buffers.
+        format, device: of the staging buffers, which hold KV as it is stored.
         stream: stream of the copies.
         canary: examines the units that arrive, unless None.
     """
@@ -39,22 +41,29 @@ class Staging(PrefixStream):
         host: HostPool,
         tokens: int,
         kv_shape: tuple[int, int],
-        dtype: torch.dtype,
+        format: KVFormat,
         device: str,
         stream: TransferStream,
         canary: Canary | None = None,
     ) -> None:
         super().__init__(host, stream, canary)
         self.tokens, self.context_tokens = tokens, 0
-        self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=dtype, device=device) for _ in range(2)]
+        self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=format.storage, device=device) for _ in range(2)]
+        self.scales: list[torch.Tensor] = []  # of both buffers, [2, tokens, H] each; none if KV has no scales
+        if format.scales is not None:
+            self.scales = [torch.empty((2, tokens, kv_shape[0]), dtype=format.scales, device=device) for _ in range(2)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum(buffer.nbytes for buffer in (*self.buffers, *self.scales))
 
-    def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.buffers[layer % 2]
-        return keys[: self.context_tokens], values[: self.context_tokens]
+    def token_rows(self, layer: int) -> KV:
+        return self._first_rows(self.context_tokens, layer % 2)
+
+    def _first_rows(self, tokens: int, buffer: int) -> KV:
+        """The first ``tokens`` token rows of a staging buffer."""
+        keys, values = self.buffers[buffer][:, :tokens]
+        return KV(keys, values, Scales(*self.scales[buffer][:, :tokens]) if self.scales else None)
 
     def first_layers(self) -> Iterable[range]:
         return (range(layer, layer + 1) for layer in range(min(2, len(self.host.layers))))
@@ -77,11 +86,11 @@ class Staging(PrefixStream):
 
     def sweep(self, host_pages: torch.Tensor) -> None:
         """Have the canary examine all units of ``host_pages [N]``, at most a staging buffer full. Nothing may be in flight."""
-        (keys, values), size = self.buffers[0], self.canary.page_size
+        kv, size = self._first_rows(self.tokens, 0), self.canary.page_size
         starts = torch.arange(len(host_pages), device=host_pages.device) * size
         for layer, pages in enumerate(self.host.layers):
-            kernels.stage_pages(pages, host_pages, starts, keys, values)
-            self.canary.verify_staged(layer, host_pages, starts, keys, values, every=1)
+            kernels.stage_pages(pages, host_pages, starts, kv.keys, kv.values, **self.host.scales_with(layer, kv.scales))
+            self.canary.verify_staged(layer, host_pages, starts, kv, every=1)
 
 
 class InPlace(PrefixStream):
@@ -95,9 +104,11 @@ class InPlace(PrefixStream):
     def __init__(self, cache: DeviceCache, host: HostPool, stream: TransferStream, canary: Canary | None = None) -> None:
         super().__init__(host, stream, canary)
         self.cache = cache
-        self.layers = StagedLayers.of(host.layers, *zip(*(layer.token_rows for layer in cache.layers)))
+        keys, values, scales = zip(*(layer.token_rows for layer in cache.layers))
+        with_scales = {"host_scales": host.scales, "scales": scales} if host.scales else {}
+        self.layers = StagedLayers.of(host.layers, keys, values, **with_scales)
 
-    def token_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_rows(self, layer: int) -> KV:
         return self.cache.layers[layer].token_rows
 
     def first_layers(self) -> Iterable[range]:

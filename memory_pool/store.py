@@ -62,10 +62,10 @@ class Store:
             RuntimeError: the system does not give the host memory.
         """
         layers, heads, dim, size = shape.retrieval_layers, shape.kv_heads, shape.head_dim, config.page_size
-        storage, compute, _ = shape.format
         num_pages = num_tokens // size + 1
         pin = torch.device(device).type != "cpu"
-        host = HostPool(layers, num_pages, (heads, 2, size, dim), storage, pin, config.host_layout)
+        unit, format = (heads, 2, size, dim), shape.format
+        host = HostPool(layers, num_pages, unit, format.storage, pin, config.host_layout, scales=format.scales)
         every = CANARIES[config.canary]
         canary = Canary(layers, num_pages, heads, size, every, device) if every else None
         all_slots = (num_rows + 1) * config.cache_pages
@@ -73,10 +73,10 @@ class Store:
         cache = DeviceCache(shape, size, slots, device)
         return cls(
             host=host,
-            digests=DigestPool(layers, (num_pages, heads, *shape.digest_shape), compute, device),
+            digests=DigestPool(layers, (num_pages, heads, *shape.digest_shape), format.compute, device),
             cache=cache,
             frames=Frames(cache, num_pages, resident=resident),
-            staging=Staging(host, staging_tokens, (heads, dim), compute, device, stream, canary),
+            staging=Staging(host, staging_tokens, (heads, dim), format, device, stream, canary),
             in_place=InPlace(cache, host, stream, canary),
             canary=canary,
         )

@@ -13,7 +13,7 @@ from sglang_freekv.scheduler_patch.layer_kinds import layer_table
 
 
 def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) -> KVShape:
-    """Shape of the KV of one of ``ranks`` tensor-parallel ranks. It has ``layers`` layers, and its KV has the model's dtype.
+    """Shape of the KV of one of ``ranks`` tensor-parallel ranks, which has ``layers`` layers and computes in the model's dtype.
 
     Raises:
         Refusal: the digest cannot summarise keys of this model.
@@ -24,6 +24,6 @@ def kv_shape(model: ModelConfig, config: FreeKVConfig, layers: int, ranks: int) 
         query_heads=model.num_attention_heads // ranks,
         head_dim=model.head_dim,
         digest_shape=digests_of(config).shape(model.head_dim, model.dtype.itemsize),
-        format=KVFormat.plain(model.dtype),
+        format=KVFormat.of(config.kv_dtype, model.dtype),
         window=(model.is_hybrid_swa and model.sliding_window_size) or 0,
     )

@@ -37,7 +37,8 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
     if found != expected:  # a checkpoint may ask for it in a file that SGLang has not read before
         raise Refusal(
             f"--kv-cache-dtype {settings.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected "
-            f"{_typed(expected)}, the model's, because FreeKV does not quantise KV; use --kv-cache-dtype bf16, or --kv-retrieval none"
+            f"{_typed(expected)}, the model's, in which FreeKV computes; use --kv-cache-dtype bf16, with --freekv-kv-dtype int8 for 8 bits, "
+            "or --kv-retrieval none"
         )
     expect_one_file(config)
     sizing = _sizing(configurator)

@@ -54,7 +54,8 @@ def whole_pages(adder, req) -> None:
 def bounded_contexts(original, adder, req, *args, **kwargs):
     """AROUND the admission of a request: everyone who runs is promised frames, and the contexts of a batch have room.
 
-    They must be in frames, or fit one staging buffer together, prefix hits included. Whoever would be alone is let in.
+    They must be in frames, or fit one staging buffer together, prefix hits included. Coded KV is decoded to room of that size, so there
+    all must fit it. Whoever would be alone is let in.
     """
     pool = pool_of(adder.token_to_kv_pool_allocator.get_kvcache())
     free = set(adder.tree_cache.req_to_token_pool.free_slots)
@@ -63,7 +64,8 @@ def bounded_contexts(original, adder, req, *args, **kwargs):
         # 0.5.17 takes the first for full until a request leaves, so one must run
         return AddReqResult.NO_TOKEN if adder.running_batch is not None and adder.running_batch.reqs else AddReqResult.OTHER
     contexts = sum(_context_end(other) for other in adder.can_run_list) + len(req.full_untruncated_fill_ids)
-    if adder.can_run_list and contexts > pool.staging_tokens and not _stays_whole(adder, req, pool, rows, free):
+    in_frames = not pool.config.is_coded and _stays_whole(adder, req, pool, rows, free)
+    if adder.can_run_list and contexts > pool.staging_tokens and not in_frames:
         return AddReqResult.OTHER
     return original(adder, req, *args, **kwargs)
 

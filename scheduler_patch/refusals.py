@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 
 from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS, WINDOWS_ON_BOTH_RELEASES
-from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, GIB, ROTATED_TOGETHER, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
@@ -113,12 +113,18 @@ RESOLVED_RULES = (
     ),
     Rule(
         lambda s, m, c: s.kv_cache_dtype in ("bf16", "bfloat16") and m.dtype != torch.bfloat16,
-        "--kv-cache-dtype {s.kv_cache_dtype}: the model runs in another type, and FreeKV keeps KV in the model's; "
+        "--kv-cache-dtype {s.kv_cache_dtype}: the model runs in another type, and FreeKV computes in the model's; "
         "use --kv-cache-dtype auto, or --dtype bfloat16 with it",
     ),
     Rule(
         lambda s, m, c: s.kv_cache_dtype == "auto" and _fp8_checkpoint(m),
-        "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV does not quantise KV so far; use --kv-cache-dtype bf16",
+        "--kv-cache-dtype auto: this checkpoint asks for fp8, which FreeKV does not store; use --kv-cache-dtype bf16, with --freekv-kv-dtype "
+        "int8 for 8 bits",
+    ),
+    Rule(
+        lambda s, m, c: c.is_coded and m.head_dim % ROTATED_TOGETHER,
+        "--freekv-kv-dtype {c.kv_dtype}: expected a head_dim of a multiple of 8, because keys are rotated in blocks of 8 dimensions or more, but "
+        "the model's is {m.head_dim}; leave it out",
     ),
     Rule(
         lambda s, m, c: s.tp_size > 1 and s.moe_a2a_backend != "none",

@@ -44,7 +44,11 @@ FLAGS = (
     Flag("enable_lean_attention", (None, False), OWN_BACKEND),
     Flag("enable_nvidia_megakernel", (False,), ONE_KERNEL),
     Flag("enable_amd_monokernel", (False,), ONE_KERNEL),
-    Flag("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "FreeKV does not quantise KV so far; use --kv-cache-dtype auto"),
+    Flag(
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16"),
+        "FreeKV stores KV in the model's type, or in 8 bits by a flag of its own; use --kv-cache-dtype auto, with --freekv-kv-dtype int8 for 8 bits",
+    ),
     Flag("speculative_algorithm", (None,), f"it verifies several tokens at once, and FreeKV retrieves pages for one; leave it out, {OFF}"),
     Flag("disaggregation_mode", ("null",), ON_HOST),
     Flag("disaggregation_decode_host_receive_threshold", (1,), ON_HOST),

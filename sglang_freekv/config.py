@@ -23,6 +23,8 @@ SELECTIONS = ("every-step", "on-turn")
 MOST_NATS = 10.0  # of hysteresis; e^10 is 22,026 times the weight
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
+KV_DTYPES = ("auto", "int8")
+ROTATED_TOGETHER = 8  # a head_dim is divided by this, so that keys are rotated in blocks of so many dimensions or more
 MOST_STEPS = (1 << 31) - 1  # from one timed step to the next
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # one unit in so many is examined; 0 examines none
 
@@ -71,6 +73,7 @@ class FreeKVConfig:
         page_size: tokens per page, SGLang's ``--page-size``.
         recall: one of ``RECALLS``: how missing units are copied from the host pool.
         host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
+        kv_dtype: one of ``KV_DTYPES``: how the KV of retrieval layers is stored. auto is the model's dtype.
         canary: a key of ``CANARIES``: how many of the units that come back from the host pool are compared with their checksums.
         recall_timing: recall is timed in one decode step of so many; 0 times none.
         preset: a key of ``PRESETS``, from which settings were taken that the user did not give; None if none was. Told, and not used.
@@ -98,6 +101,7 @@ class FreeKVConfig:
     page_size: int = DEFAULT_PAGE_SIZE
     recall: str = "zero-copy"
     host_layout: str = "hnd"
+    kv_dtype: str = "auto"
     canary: str = "off"
     recall_timing: int = 0
     preset: str | None = field(default=None, compare=False)
@@ -208,7 +212,7 @@ class FreeKVConfig:
 
     def _check_choices(self) -> None:
         choices = {"digest": DIGESTS, "pooling": POOLINGS, "selection": SELECTIONS, "recall": RECALLS, "host-layout": HOST_LAYOUTS}
-        choices["canary"] = tuple(CANARIES)
+        choices |= {"kv-dtype": KV_DTYPES, "canary": tuple(CANARIES)}
         for name, allowed in choices.items():
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
@@ -222,6 +226,17 @@ class FreeKVConfig:
                 f"--freekv-digest two-bit: expected pages of a multiple of {WORD_TOKENS} tokens, but --page-size is {self.page_size}; "
                 f"use --page-size {WORD_TOKENS}, or --freekv-digest cuboid-mean"
             )
+        if self.is_coded:
+            self._check_movers_of_codes()
+
+    def _check_movers_of_codes(self) -> None:
+        """Raise a Refusal if what moves KV knows no scales."""
+        for name, served in (("recall", "zero-copy"), ("host-layout", "hnd")):
+            if (value := getattr(self, name.replace("-", "_"))) != served:
+                raise Refusal(
+                    f"--freekv-kv-dtype {self.kv_dtype}: expected --freekv-{name} {served}, because a unit in host memory has scales beside it, "
+                    f"but it is {value}; use --freekv-{name} {served}, or leave --freekv-kv-dtype out"
+                )
 
     def _check_tau(self) -> None:
         if self.tau is not None and not math.isfinite(self.tau):  # /server_info tells it, and JSON has no infinity
@@ -247,6 +262,11 @@ class FreeKVConfig:
     @property
     def selects_on_turn(self) -> bool:
         return self.selection == "on-turn"
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the KV of retrieval layers is stored as codes with scales."""
+        return self.kv_dtype == "int8"
 
     @property
     def pages(self) -> PageBudget:

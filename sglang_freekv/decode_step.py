@@ -10,7 +10,7 @@ import torch
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.engine import Engine
-from sglang_freekv.kernels import Candidates, Heads, Reads
+from sglang_freekv.kernels import Candidates, Heads, Misses, Reads
 from sglang_freekv.kernels.reference_stamps import AHEAD, ATTENTION, CORRECTION
 from sglang_freekv.kernels.shares import Shares
 
@@ -70,6 +70,7 @@ class DecodeStep:
     ) -> None:
         self.engine, self.layer, self.batch, self.scale = engine, layer, batch, scale
         self.queries, self.keys, self.values, self.learned_sinks = queries, keys, values, learned_sinks
+        self.asked = queries  # of attention; a rotation, if there is one, comes before all that reads them
         self.cache, self.digests, self.host = engine.cache.layers[layer], engine.digests.layers[layer], engine.host.layers[layer]
         self.ahead_first = plans_ahead_first(len(batch.rows))
 
@@ -78,13 +79,17 @@ class DecodeStep:
         logits = self.engine.policy.digests.score(self.queries, self.digests, self.batch, self.scale, self.selects)
         self.candidates = self.engine.candidates(logits, self.batch)
 
+    def rotate(self) -> None:
+        """Rotate queries and new keys as keys of coded KV are. Scores and comparisons keep queries as they are."""
+        self.asked, self.keys = kernels.rotate(self.queries, self.keys)
+
     def append(self) -> None:
         """Append the new tokens. A page that one of them fills is digested and offloaded."""
         batch, cache = self.batch, self.cache
         given = self.keys, self.values, batch.rows, batch.seq_lens, batch.page_table, batch.frames, cache.tables
-        starts, filled = kernels.append_tokens(*given, keys=cache.keys, values=cache.values)
-        self.engine.policy.digests.write(cache.token_rows[0], starts, filled, self.digests)
-        self.engine.offload(self.layer, *cache.token_rows, starts, filled)
+        starts, filled = kernels.append_tokens(*given, keys=cache.keys, values=cache.values, scales=cache.kv.scales)
+        self.engine.digest(self.layer, cache.token_rows, starts, filled)
+        self.engine.offload(self.layer, cache.token_rows, starts, filled)
 
     def compare(self) -> None:
         """Find the kv heads whose queries are unlike their last ones, or unlike those that they last selected with."""
@@ -108,9 +113,9 @@ class DecodeStep:
 
     def correct(self) -> None:
         """Recall what corrected kv heads miss, and attend to it."""
-        engine, cache, stamp = self.engine, self.cache, self.engine.stamp(self.layer, CORRECTION)
-        engine.recall(self.host, engine.misses_now, cache.keys, cache.values, CORRECTING_PROGRAMS, True, **stamp)
-        kernels.attend_rest(*self._attended(), self.shares)
+        engine = self.engine
+        self._recall(engine.misses_now, CORRECTING_PROGRAMS, True, **engine.stamp(self.layer, CORRECTION))
+        kernels.attend_rest(*self._attended(), self.shares, scales=self.cache.kv.scales)
 
     def verify(self) -> None:
         """The canary examines what the correction has recalled. It comes behind, because attention waits for the correction."""
@@ -118,7 +123,8 @@ class DecodeStep:
 
     def attend(self) -> None:
         """Attend to the pages that are present."""
-        kernels.attend_present(*self._attended(), self.shares, stamp=self.engine.stamp(self.layer, ATTENTION).get("stamp"))
+        stamp = self.engine.stamp(self.layer, ATTENTION).get("stamp")
+        kernels.attend_present(*self._attended(), self.shares, stamp=stamp, scales=self.cache.kv.scales)
 
     def merge(self) -> None:
         """Merge the shares of both attentions, and the learned sinks."""
@@ -133,16 +139,20 @@ class DecodeStep:
 
     def recall_ahead(self) -> None:
         """Recall what the next step misses."""
-        engine, cache, misses = self.engine, self.cache, self.engine.misses_ahead[self.layer]
-        programs, stamp = programs_ahead(len(self.batch.rows)), engine.stamp(self.layer, AHEAD)
-        engine.recall(self.host, misses, cache.keys, cache.values, programs, False, **stamp)
+        engine, misses = self.engine, self.engine.misses_ahead[self.layer]
+        self._recall(misses, programs_ahead(len(self.batch.rows)), False, **engine.stamp(self.layer, AHEAD))
         engine.verify(self.layer, misses)
 
     def finish(self) -> torch.Tensor:
         """Hand out the attention output, and let go of what only MAIN needed: what is in flight keeps the step until the next one."""
         output = self.output
-        del self.output, self.queries, self.keys, self.values, self.reads, self.shares
+        del self.output, self.queries, self.asked, self.keys, self.values, self.reads, self.shares
         return output
 
     def _attended(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Reads, float]:
-        return self.queries, self.cache.keys, self.cache.values, self.batch.seq_lens, self.reads, self.scale
+        return self.asked, self.cache.keys, self.cache.values, self.batch.seq_lens, self.reads, self.scale
+
+    def _recall(self, misses: Misses, programs: int, closely: bool, **stamp: torch.Tensor) -> None:
+        """Copy missing units to their frames, with the scales of coded ones."""
+        kv, scales = self.cache.kv, self.engine.host.scales_with(self.layer, self.cache.kv.scales)
+        self.engine.recall(self.host, misses, kv.keys, kv.values, programs, closely, **stamp, **scales)

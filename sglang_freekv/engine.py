@@ -11,6 +11,8 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import Candidates, Misses, Turn
+from sglang_freekv.kernels.kv import KV
+from sglang_freekv.memory_pool.digest_pool import keys_to_digest
 from sglang_freekv.memory_pool.recall_clock import RecallClock
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, Streams
@@ -106,16 +108,23 @@ class Engine:
         stands = marked.to(logits.dtype).repeat_interleave(group, 1)
         return stands.where(~in_full.repeat_interleave(group, 1)[..., None], logits)
 
-    def offload(self, layer: int, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+    def offload(self, layer: int, kv: KV, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
         """Copy full pages to the host pool, and let the canary write their checksums. Arguments are as in ``kernels.offload_pages``."""
-        kernels.offload_pages(keys, values, starts, host_pages, self.host.layers[layer])
+        with_scales = self.host.scales_with(layer, kv.scales)
+        kernels.offload_pages(kv.keys, kv.values, starts, host_pages, self.host.layers[layer], **with_scales)
         if self.canary is not None:
-            self.canary.seal(layer, keys, values, starts, host_pages)
+            self.canary.seal(layer, kv, starts, host_pages)
+
+    def digest(self, layer: int, kv: KV, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+        """Write the digests of full pages, of keys as attention sees them. Arguments are as in ``keys_to_digest``."""
+        digests = self.digests.layers[layer]
+        keys, starts = keys_to_digest(kv, starts, host_pages, self.config.page_size, digests.dtype)
+        self.policy.digests.write(keys, starts, host_pages, digests)
 
     def verify(self, layer: int, recalled: Misses) -> None:
         """Let the canary examine units that were recalled."""
         if self.canary is not None:
-            self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].keys, self.cache.layers[layer].values)
+            self.canary.verify_recalled(layer, recalled, self.cache.layers[layer].kv)
 
     def stamp(self, layer: int, kind: int) -> dict[str, torch.Tensor]:
         """Keyword arguments by which a kernel stamps its time; none unless recall is timed."""

@@ -13,6 +13,7 @@ from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
 from sglang_freekv.engine import ExtendAttention, Recall
 from sglang_freekv.extend_plan import ExtendPlanner
+from sglang_freekv.kernels.coded_extend import CodedExtend
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
@@ -74,7 +75,7 @@ class FreeKVPool(MHATokenToKVPool):
         super().__init__(
             size=size,
             page_size=config.page_size,
-            dtype=shape.format.storage,
+            dtype=shape.format.compute,
             head_num=shape.kv_heads,
             head_dim=shape.head_dim,
             layer_num=len(shape.layers.kinds),
@@ -108,9 +109,15 @@ class FreeKVPool(MHATokenToKVPool):
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
-        attention: ExtendAttention = ReferenceExtend()
+        compute = self.shape.format.compute
+        plain: FlashInferExtend | ReferenceExtend = ReferenceExtend()
         if on_gpu:
-            attention = FlashInferExtend(*heads, self.shape.format.compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)
+            plain = FlashInferExtend(*heads, compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)
+        attention: ExtendAttention = plain
+        self.scratch_bytes = 0
+        if self.config.is_coded:
+            attention = coded = CodedExtend(plain, (self.staging_tokens, *heads[1:]), compute, self.page_size, self.device)
+            self.scratch_bytes = coded.num_bytes
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
 
     def _dense_layer(self, layer_id: int) -> int:
@@ -158,6 +165,8 @@ class FreeKVPool(MHATokenToKVPool):
             "dense_below_tokens": self.config.dense_below_tokens,
             "recall": self.config.recall,
             "host_layout": self.config.host_layout,
+            "kv_dtype": self.config.kv_dtype,
+            "stored_dtype": str(self.shape.format.storage).removeprefix("torch."),
             "canary": self.config.canary,
             "recall_timing": self.config.recall_timing,
             "tau": self.config.tau if by_layer is None else list(by_layer.of_retrieval(self.config.dense_layers)),
@@ -170,6 +179,7 @@ class FreeKVPool(MHATokenToKVPool):
             "dense_layers": self.shape.layers.numbers(LayerKind.DENSE),
             "retrieval_layers": len(self.retrieval_index),
             "host_tokens": self.size,
+            "host_token_bytes": Sizing(self.config, self.shape, self.staging_tokens).host_bytes_per_token,
             "host_bytes": self.store.host.num_bytes,
             "digest_bytes": self.store.digests.num_bytes,
             "canary_bytes": self.store.canary_bytes,
@@ -178,7 +188,7 @@ class FreeKVPool(MHATokenToKVPool):
             "device_cache_bytes": self.store.cache.num_bytes + self.store.frames.num_bytes,
             "frame_tokens": self.store.frames.num_frames * self.page_size,
             "staging_tokens": self.store.staging.tokens,
-            "staging_bytes": self.store.staging.num_bytes,
+            "staging_bytes": self.store.staging.num_bytes + self.scratch_bytes,
             "dense_bytes": sum(buffer.nbytes for buffer in (*self.k_buffer, *self.v_buffer)),
         }
 
@@ -197,6 +207,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"rows for {self.num_rows} requests, {self.longest_requests} of the longest context; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
+            + ("; KV in int8 with scales" if config.is_coded else "")
             + (f"; hysteresis {config.hysteresis:g}" if config.hysteresis else "")
             + ("; selection on turn" if config.selects_on_turn else "")
             + (f"; canary {config.canary}" if config.canary != "off" else "")

@@ -11,6 +11,7 @@ from sglang_freekv.config import (
     CANARIES,
     DIGESTS,
     HOST_LAYOUTS,
+    KV_DTYPES,
     POOLINGS,
     RECALLS,
     SELECTIONS,
@@ -164,6 +165,16 @@ FLAGS = {
         one_of(*HOST_LAYOUTS),
         f"Order of a page's axes in host memory. Default: {DEFAULTS.host_layout}: the keys and values of a kv head in one piece. "
         "nhd is the order on the device, so recall reads single rows; it is there to be compared with.",
+    ),
+    "freekv_kv_dtype": Flag(
+        "kv_dtype",
+        one_of(*KV_DTYPES),
+        f"How the KV of retrieval layers is stored, in host memory and in frames. Default: {DEFAULTS.kv_dtype}, the model's type. int8 stores "
+        "each key and value of a kv head as 8-bit codes with one 16-bit scale, and keys are rotated before, so that no dimension is much "
+        "larger than the others. It takes about half of the host memory, of the bytes recalled and of the frames. Attention computes in "
+        "the model's type. Every chunk of a prefill decodes its context, layer by layer, and new KV has to be coded. Use it where host "
+        "memory or the link to the host is short. Dense layers, window layers and digests keep the model's type. It takes a head_dim of "
+        "a multiple of 8. --freekv-recall copy-engine and --freekv-host-layout nhd refuse it.",
     ),
     "freekv_canary": Flag(
         "canary",

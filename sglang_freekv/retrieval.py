@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from sglang_freekv.batch import DecodeBatch, ExtendBatch
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.engine import Engine
 from sglang_freekv.extend_plan import ExtendPlan
+from sglang_freekv.kernels.kv import KV
 from sglang_freekv.memory_pool.prefix_stream import PrefixStream
 from sglang_freekv.seeding import Seeding, Work
 
@@ -57,7 +59,7 @@ class Retrieval(Engine):
         """
         self.complete_transfers(layer)
         step = DecodeStep(self, layer, queries, keys, values, batch, scale, learned_sinks=learned_sinks)
-        without = ("verify",) if self.canary is None else ()
+        without = [work for work, wanted in (("verify", self.canary is not None), ("rotate", self.config.is_coded)) if not wanted]
         schedule.run(step, self.streams, self.in_flight[layer], without, on_turn=self.config.selects_on_turn)
         return step.finish()
 
@@ -114,24 +116,33 @@ class Retrieval(Engine):
         """
         contexts: PrefixStream = self.store.in_place if batch.in_place else self.store.staging
         cache, context = self.cache.layers[layer], contexts.context(layer)
+        asked = queries
+        if context.scales is not None:
+            asked, keys = kernels.rotate(queries, keys)
         where = batch.new_rows, batch.last_tokens, batch.rows
-        into = dict(zip(("keys", "values"), context), previous_queries=cache.previous_queries)
-        last_queries = kernels.write_tokens(keys, values, queries, *where, **into)
+        last_queries = kernels.write_tokens(
+            keys, values, queries, *where,
+            keys=context.keys, values=context.values, previous_queries=cache.previous_queries, scales=context.scales,
+        )  # fmt: skip
+        full = context, batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads), batch.full_pages
         if fills := len(batch.full_pages) > 0:
-            full = *context, batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads), batch.full_pages
             self.in_flight[layer].append(self.streams.transfers.submit(lambda: self.offload(layer, *full)))
         if batch.given is not None and batch.context_starts is not None:
-            kernels.fill_frames(*context, batch.context_starts, batch.given, keys=cache.keys, values=cache.values)
-        output = self.extend_attention(queries, *((cache.keys, cache.values) if batch.in_place else context), scale, learned_sinks)
+            kernels.fill_frames(context.keys, context.values, batch.context_starts, batch.given, **self._frames_from(context, layer))
+        attended = cache.kv if batch.in_place else context
+        coded = {} if attended.scales is None else {"scales": attended.scales}
+        output = self.extend_attention(asked, attended.keys, attended.values, scale, learned_sinks, **coded)
         if fills:
-            context_keys, _, starts, full_pages = full
-            self.policy.digests.write(context_keys, starts, full_pages, self.digests.layers[layer])
+            self.digest(layer, *full)
         self._seed(layer, last_queries, batch, context, scale)
         return output
 
-    def _seed(
-        self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context: tuple[torch.Tensor, torch.Tensor], scale: float
-    ) -> None:
+    def _frames_from(self, context: KV, layer: int) -> dict[str, Any]:
+        """Keyword arguments by which pages of ``context`` are copied to frames of ``layer``."""
+        frames = self.cache.layers[layer].kv
+        return {"keys": frames.keys, "values": frames.values, "source_scales": context.scales, "scales": frames.scales}
+
+    def _seed(self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context: KV, scale: float) -> None:
         """Start the rows anew. Staged pages are copied to the slots; in place no slot is wanted, because every page has a frame."""
         together = self.seeding if batch.in_place and self.seeding is not None and self.seeding.takes(batch) else None
         if together is None:
@@ -139,8 +150,8 @@ class Retrieval(Engine):
         elif layer == len(self.in_flight) - 1:
             self.in_flight[layer].append(self.streams.selection.submit(partial(together.run, batch)))
         if batch.context_starts is not None:
-            cache, lying = self.cache.layers[layer], (*context, batch.context_starts, batch.rows, batch.seq_lens)
-            kernels.fill_pages(*lying, cache.tables, keys=cache.keys, values=cache.values)
+            tables, lying = self.cache.layers[layer].tables, (batch.context_starts, batch.rows, batch.seq_lens)
+            kernels.fill_pages(context.keys, context.values, *lying, tables, **self._frames_from(context, layer))
 
     def start_rows(self, layer: int, queries: torch.Tensor, batch: DecodeBatch, scale: float) -> None:
         """Let the rows attend to the pages of their first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""

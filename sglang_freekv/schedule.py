@@ -29,7 +29,8 @@ class Work(NamedTuple):
 SCHEDULE = (
     #    work            stream      comes behind
     Work("score",        SELECTION,  (LAST_STEP,)),
-    Work("append",       APPENDS,    (LAST_STEP,)),
+    Work("rotate",       MAIN,       (LAST_STEP,)),
+    Work("append",       APPENDS,    (LAST_STEP, "rotate")),
     Work("compare",      MAIN,       (LAST_STEP,)),
     Work("plan",         SELECTION,  ("score", "compare")),
     Work("correct",      SELECTION,  ("plan",)),
@@ -39,7 +40,7 @@ SCHEDULE = (
     Work("plan_ahead",   SELECTION,  ("merge",)),
     Work("recall_ahead", TRANSFERS,  ("plan_ahead",)),
 )  # fmt: skip
-ON_TURN = (*SCHEDULE[1:3], Work("score", SELECTION, ("compare",)), *SCHEDULE[3:])  # which kv heads score is known by then
+ON_TURN = (*SCHEDULE[1:4], Work("score", SELECTION, ("compare",)), *SCHEDULE[4:])  # which kv heads score is known by then
 IN_FLIGHT = ("plan_ahead", "recall_ahead")  # what a step leaves; the next step of the layer comes behind it
 STREAMS = {line.work: line.stream for line in SCHEDULE}
 LINES = dict.fromkeys((*SCHEDULE, *ON_TURN))  # of both, each once

@@ -40,6 +40,20 @@ def scoring_before_the_comparison(retrieval: Retrieval) -> None:
     selection.submit = lambda work, behind=None: submit(work, before if work.__name__ == "score" else behind)
 
 
+def appending_before_the_rotation(retrieval: Retrieval) -> None:
+    """Coded KV is written of keys that are still being rotated. The score is submitted before the rotation."""
+    appends, selection = retrieval.streams.appends, retrieval.streams.selection
+    submit_score, submit, before = selection.submit, appends.submit, []
+
+    def noting(work, behind=None):
+        if work.__name__ == "score":
+            before[:] = (selection.mark(),)
+        return submit_score(work, behind)
+
+    selection.submit = noting
+    appends.submit = lambda work, behind=None: submit(work, before if work.__name__ == "append" else behind)
+
+
 def attending_before_the_append(retrieval: Retrieval) -> None:
     """Attention reads the slot of a token that has yet to be written."""
     _unawaited(retrieval.streams.appends, "append")
@@ -84,9 +98,10 @@ def recalling_before_the_plan_ahead(retrieval: Retrieval) -> None:
 
 
 CONTROLS: dict[Callable[[Retrieval], None], tuple[tuple[str, str], ...]] = {
-    without_waiting_for_the_last_step: ((LAST_STEP, "score"), (LAST_STEP, "append"), (LAST_STEP, "compare")),
+    without_waiting_for_the_last_step: tuple((LAST_STEP, work) for work in ("score", "rotate", "append", "compare")),
     planning_before_the_comparison: (("compare", "plan"),),
     scoring_before_the_comparison: (("compare", "score"),),
+    appending_before_the_rotation: (("rotate", "append"),),
     attending_before_the_append: (("append", "attend"),),
     attending_before_the_plan: (("plan", "attend"),),
     merging_before_the_correction: (("correct", "merge"),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.extend_plan import ExtendPlanner
+from sglang_freekv.kernels.coded_extend import CodedExtend
 from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.layer_taus import LayerTaus
 from sglang_freekv.layers import LayerTable
@@ -43,6 +45,7 @@ class Request:
     speculative: dict = field(default_factory=dict)
     selected_with: dict = field(default_factory=dict)  # position of the query of each kv head's last selection, on turn
     learned_sinks: torch.Tensor | None = None  # [LAYERS, HEADS * GROUP]
+    coded: bool = False
 
     def __post_init__(self) -> None:
         def walk(heads: int) -> torch.Tensor:
@@ -50,11 +53,24 @@ class Request:
             return 0.6 * steps + torch.randn(LAYERS, 1, heads, DIM, generator=self.generator)
 
         self.q, self.k, self.v = walk(HEADS * GROUP), walk(HEADS), walk(HEADS)
+        self.seen_k, self.seen_v = (as_coded(self.k, rotated=True), as_coded(self.v)) if self.coded else (self.k, self.v)
+
+
+def as_coded(numbers: torch.Tensor, *, rotated: bool = False) -> torch.Tensor:
+    """``numbers [..., DIM]`` as they are once they were coded in 8 bits, of keys in a rotated basis. DIM is a power of two."""
+    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    basis = torch.ones(1, 1)
+    while rotated and len(basis) < DIM:
+        basis = torch.kron(basis, signs) / math.sqrt(2)
+    turned = numbers @ basis if rotated else numbers
+    scales = (turned.abs().amax(-1, keepdim=True) / 127).half().float()
+    decoded = (turned / scales).round().clamp(-127, 127) * scales
+    return decoded @ basis if rotated else decoded
 
 
 def attend(request: Request, layer: int, head: int, position: int, tokens: list[int]) -> torch.Tensor:
     q = request.q[layer, position].view(HEADS, GROUP, DIM)[head]
-    k, v = request.k[layer, tokens, head], request.v[layer, tokens, head]
+    k, v = request.seen_k[layer, tokens, head], request.seen_v[layer, tokens, head]
     logits = q @ k.T * SCALE
     if request.learned_sinks is not None:
         logits = torch.cat((logits, request.learned_sinks[layer].view(HEADS, GROUP)[head, :, None]), 1)
@@ -71,7 +87,7 @@ def choose(
     candidates = list(range(config.pages.sink, last))
     if not candidates:
         return set()
-    keys = request.k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
+    keys = request.seen_k[layer, : last * size, head].view(last, size, DIM)[config.pages.sink :]
     q = request.q[layer, position].view(HEADS, GROUP, 1, DIM)[head]
     upper, lower = keys.amax(1), keys.amin(1)
     if config.digest == "cuboid-mean":
@@ -145,7 +161,7 @@ class Engine:
         generator = torch.Generator().manual_seed(seed)
         policy = POLICIES[config.method](config)
         digest = policy.digests.shape(DIM, 4)
-        shape = KVShape(LayerTable.uniform(LAYERS), HEADS, HEADS * GROUP, DIM, digest, KVFormat.plain(torch.float32))
+        shape = KVShape(LayerTable.uniform(LAYERS), HEADS, HEADS * GROUP, DIM, digest, KVFormat.of(config.kv_dtype, torch.float32))
         self.device = device
         self.config, self.generator, self.free_pages = config, generator, torch.randperm(400, generator=generator) + 1
         streams = Streams(stream(), stream(), stream())
@@ -163,7 +179,10 @@ class Engine:
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
             recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
-        self.retrieval = Retrieval(config, policy, store, streams, recall, ReferenceExtend())
+        attention = ReferenceExtend()
+        if config.is_coded:
+            attention = CodedExtend(attention, (500, HEADS, DIM), torch.float32, config.page_size, device)
+        self.retrieval = Retrieval(config, policy, store, streams, recall, attention)
         record = (lambda work: work) if device == "cpu" else captured
         self.retrieval.seed_together([SCALE] * LAYERS, LARGEST_SEEDED, MOST_PAGES, record)
         self.planner = ExtendPlanner(streams.transfers, config.page_size)
@@ -178,7 +197,7 @@ class Engine:
     def admit(self, prompt: int, total: int, row: int) -> Request:
         count = total // self.config.page_size + 2
         pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return Request(prompt, total, row, pages, self.generator, learned_sinks=self.learned_sinks)
+        return Request(prompt, total, row, pages, self.generator, learned_sinks=self.learned_sinks, coded=self.config.is_coded)
 
     def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(request.pages) for request in requests)
@@ -380,6 +399,20 @@ CONFIGS = {
     ),
     "nhd": FreeKVConfig(
         budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), host_layout="nhd", digest="min-max"
+    ),
+    "int8": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), kv_dtype="int8", canary="full"
+    ),
+    "int8-two-bit-slack": FreeKVConfig(
+        budget_tokens=80,
+        sink_tokens=16,
+        window_tokens=32,
+        page_size=16,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=112,
+        digest="two-bit",
+        kv_dtype="int8",
     ),
     "canary": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), canary="full"),
     "louiskv": FreeKVConfig("louiskv", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),

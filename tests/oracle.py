@@ -37,7 +37,8 @@ from transformers import (
 class OracleSettings:
     """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "two-bit".
 
-    ``tau`` is one of all layers, or one for each. A selection among at most ``dense_below`` tokens takes all candidates.
+    ``tau`` is one of all layers, or one for each. A selection among at most ``dense_below`` tokens takes all candidates. With ``int8`` all
+    that attends, and all digests, see keys and values as ``coded`` leaves them.
     """
 
     budget: int
@@ -50,6 +51,7 @@ class OracleSettings:
     dense_below: int = 0
     hysteresis: float = 0.0
     on_turn: bool = False
+    int8: bool = False
 
     def __post_init__(self) -> None:
         whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window, self.dense_below))
@@ -140,6 +142,20 @@ def pinned(n: int, settings: OracleSettings) -> list[int]:
 def candidates(n: int, settings: OracleSettings) -> list[int]:
     """Pages of a context of n tokens that compete for selection; all of them are full."""
     return list(range(settings.sink // settings.page, page_count(n, settings.page) - settings.window // settings.page))
+
+
+def hadamard(dim: int) -> torch.Tensor:
+    """An orthonormal matrix of ones and minus ones: Sylvester's, of the largest power of two in ``dim``, along the diagonal."""
+    block, size = torch.ones(1, 1), dim & -dim
+    while len(block) < size:
+        block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
+    return torch.block_diag(*[block / size**0.5] * (dim // size))
+
+
+def coded(numbers: torch.Tensor) -> torch.Tensor:
+    """[..., D] in 8 bits and back: whole multiples, from -127 to 127, of a 127th of the largest number, which is kept in 16 bits."""
+    scale = (numbers.abs().amax(dim=-1, keepdim=True) / 127).half().float()
+    return (numbers / scale).nan_to_num(0.0).round().clamp(-127, 127) * scale
 
 
 def digest(keys: torch.Tensor, page: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,6 +305,9 @@ class Generation:
         settings, (heads, n, dim) = self.settings, keys.shape
         retrieval = settings is not None and window is None and layer not in settings.dense_layers
         last_query = query[:, -1].reshape(heads, -1, dim)
+        if retrieval and settings.int8:
+            turn = hadamard(dim)
+            keys, values = coded(keys @ turn) @ turn, coded(values)
         if retrieval and not prefill:
             held = self.previous[layer], self.speculative[layer]
             step = decode_step(last_query, keys, *held, settings.of_layer(layer), scaling)

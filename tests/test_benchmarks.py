@@ -209,6 +209,11 @@ def test_draining_is_recall_to_the_list():
             ["--only", "*/plan*", "*/offload*", "*two_bit*"],
             {"ceilings", "tiny/plan_pages", "tiny/digest_two_bit-chunk"},
         ),
+        (
+            "bench_kernels",
+            ["--only", "*/rotate*", "*-int8", "*/decode_tokens", "*/unrotated*"],
+            {f"tiny/{name}" for name in ("rotate-decode", "append_tokens-int8", "decode_tokens", "unrotated_keys-chunk")},
+        ),
         ("bench_kernels", ["--only", "*-rows/*"], {"ceilings", *(f"tiny-rows/{name}" for name in frame_trials.KERNELS)}),
         (
             "bench_recall",

@@ -78,6 +78,26 @@ def test_the_default_by_hand(make_machine, ask):
         assert (figures["awaited"], figures["missed"]) == (0.13, 0.21)
 
 
+def test_codes_by_hand(make_machine, ask):
+    """A key or value of a kv head has 128 codes and a scale of two bytes. Dense layers and digests stay as they are."""
+    flags = ("--model-path", LLAMA, "--context-length", 32768, "--requests", 3, "--freekv-preset", "fast")
+    plain, coded = (ask(make_machine(FakeGpu()), *flags, *more) for more in ((), ("--freekv-kv-dtype", "int8")))
+    token, tiers = 2 * 8 * (128 + 2), coded.tiers
+    assert token / TOKEN == 0.5078125
+    assert (tiers["host pool"]["per_token"], tiers["host pool"]["per_request"]) == (31 * token, 32768 * 31 * token)
+    assert tiers["frames"]["per_token"] == 31 * token and tiers["frames"]["has"] % (31 * 32 * token + 24) == 0
+    for name in ("digests", "dense layers", "weights"):
+        assert tiers[name] == plain.tiers[name]
+    assert tiers["staging of prefixes"]["all_requests"] == 2 * 32768 * token + 32768 * TOKEN  # two buffers of codes, a scratch of numbers
+    saved = 66 * 31 * 32 * (TOKEN - token)  # in the frames that a request is promised
+    assert plain.tiers["device cache"]["per_request"] - tiers["device cache"]["per_request"] == saved
+    assert coded.found["recall"].figures["bytes_per_token"] == pytest.approx(31 * 1024 * token * 0.21)
+    rates = plain.found["decode rate"].figures, coded.found["decode rate"].figures
+    assert rates[0]["coded_tokens_per_s"] == rates[1]["tokens_per_s"] == pytest.approx(rates[0]["tokens_per_s"] * TOKEN / token)
+    assert "coded_tokens_per_s" not in rates[1] and "--freekv-kv-dtype" not in coded.found["decode rate"].value
+    assert coded.flag("--freekv-kv-dtype") == "int8" and "bfloat16 with retrieved KV in int8, " in coded.found["model"].value
+
+
 def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path, monkeypatch):
     answer = ask(None, "--model-path", model_file(tmp_path, LLAMA_70B), *QUESTION)
     assert answer.code == 0 and answer.report["verdict"].startswith(
@@ -207,7 +227,7 @@ def test_on_a_cpu_the_suggestion_leaves_room_for_the_weights(make_machine, ask):
 def test_a_given_link_and_estimates(ask):
     flags = (*FAST, "--context-length", 16384, "--host-memory", 64)
     given = ask(None, *flags, "--gpu", "H200", "--link-gb-per-s", 54).found["decode rate"].value
-    assert given == "the link (54.0 GB/s, given) sustains 1978 tokens/s over all requests"
+    assert given == "the link (54.0 GB/s, given) sustains 1978 tokens/s over all requests, and 3894 with --freekv-kv-dtype int8"
     assert "an estimate for A100" in ask(None, *flags, "--gpu", "a100").found["decode rate"].value
     unknown = ask(None, *flags, "--gpu", 48)
     assert "decode rate" not in unknown.found and any("--link-gb-per-s" in line for line in unknown.report["unchecked"])
@@ -262,6 +282,36 @@ def test_a_preset_with_smaller_digests_is_named_where_it_fits(ask):
     assert cure not in ask(None, *flags, "--freekv-digest", "two-bit", "--page-size", 8).found["device memory"].remedy
     assert cure not in ask(None, *flags, "--freekv-sink", 1600).found["device memory"].remedy  # fast's window finds no room beside it
     assert cure not in ask(None, *flags, "--kv-retrieval", "quest", "--requests", 90).found["device memory"].remedy
+
+
+@pytest.mark.parametrize(
+    "case, curable", [("host memory", True), ("a host pool by hand", False), ("device memory", False), ("host memory of one request", True)]
+)
+def test_codes_are_named_where_they_fit(ask, case, curable):
+    flags = ("--model-path", LLAMA, "--context-length", 131072, *SHORT[case][0])
+    if case == "host memory":
+        flags += ("--freekv-preset", "fast", "--requests", 8)
+    cure, coded = "`--freekv-kv-dtype int8`", ask(None, *flags, "--freekv-kv-dtype", "int8")
+    assert coded.code == (not curable) and "--freekv-kv-dtype" not in str([finding.remedy for finding in coded.found.values()])
+    assert any(cure in (finding.remedy or "") for finding in ask(None, *flags).found.values()) == curable
+    slow = ask(None, *flags, "--freekv-recall", "copy-engine")
+    assert "--freekv-kv-dtype" not in json.dumps(slow.report)  # which refuses it
+
+
+@pytest.mark.parametrize(
+    "flags, change, reason",
+    [
+        (("--freekv-recall", "copy-engine"), {}, "expected --freekv-recall zero-copy, "),
+        (("--freekv-host-layout", "nhd"), {}, "expected --freekv-host-layout hnd, "),
+        ((), {"head_dim": 100}, "expected a head_dim of a multiple of 8, .* but the model's is 100; leave it out"),
+    ],
+    ids=["copy engine", "layout", "head_dim"],
+)
+def test_the_doctor_says_where_codes_are_refused(ask, tmp_path, flags, change, reason):
+    asked = ("--model-path", model_file(tmp_path, change), "--gpu", "H200", "--host-memory", 512, *flags)
+    assert ask(None, *asked).code == 0
+    refused = ask(None, *asked, "--freekv-kv-dtype", "int8")
+    assert refused.code == 2 and re.match(f"error: --freekv-kv-dtype int8: {reason}", refused.err)
 
 
 def _without(flags: tuple, name: str) -> list:

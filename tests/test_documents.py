@@ -154,7 +154,7 @@ def test_the_memory_of_a_request_is_what_the_server_reckons(model):
     sizes = {tokens: sizing_of(DEFAULTS, (layers, kv_heads, query_heads), tokens) for tokens in (1 << 15, 1 << 17)}
     host = [f"{size.host_bytes_per_token * tokens / GIB:.1f}" for tokens, size in sizes.items()]
     device = [f"{(size.device_bytes_per_token * tokens + size.row_bytes) / GIB:.2f}" for tokens, size in sizes.items()]
-    stock = " / ".join(f"{layers * size.shape.layer_token_bytes * tokens / GIB:.1f}" for tokens, size in sizes.items())
+    stock = " / ".join(f"{layers * size.shape.dense_token_bytes * tokens / GIB:.1f}" for tokens, size in sizes.items())
     assert f"| {' | '.join([model, *host, *device, stock])} |" in DOCUMENTS["README.md"].read_text()
 
 

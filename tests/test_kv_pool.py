@@ -17,9 +17,9 @@ from sglang_freekv.scheduler_patch.pools import beside_states
 S, D, R = LayerKind.STATELESS, LayerKind.DENSE, LayerKind.RETRIEVAL
 
 
-def make_pool(*kinds: LayerKind) -> FreeKVPool:
-    config = FreeKVConfig(budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8)
-    return FreeKVPool(config, KVShape(LayerTable(kinds), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32)), 64, 2, 64, "cpu")
+def make_pool(*kinds: LayerKind, kv_dtype: str = "auto") -> FreeKVPool:
+    config = FreeKVConfig(budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8, kv_dtype=kv_dtype)
+    return FreeKVPool(config, KVShape(LayerTable(kinds), 2, 4, 16, (2, 16), KVFormat.of(kv_dtype, torch.float32)), 64, 2, 64, "cpu")
 
 
 def test_a_pool_is_found_within_the_one_that_wraps_it():
@@ -39,3 +39,12 @@ def test_layers_keep_their_numbers_beside_linear_ones():
         wrapped.set_kv_buffer(SimpleNamespace(layer_id=3), torch.tensor([8, 9, 10]), keys, values)
     with pytest.raises(ValueError, match="layer_id=2 not in full attention layers"):
         wrapped.get_key_buffer(2)
+
+
+@pytest.mark.parametrize("kv_dtype, stored, token", [("auto", "float32", 2 * 2 * 16 * 4), ("int8", "int8", 2 * 2 * (16 + 2))])
+def test_how_kv_is_stored_is_told(kv_dtype, stored, token):
+    pool = make_pool(D, R, R, kv_dtype=kv_dtype)
+    facts = pool.describe()
+    assert (facts["kv_dtype"], facts["stored_dtype"], facts["host_token_bytes"]) == (kv_dtype, stored, 2 * token)
+    assert facts["staging_bytes"] == pool.store.staging.num_bytes + pool.scratch_bytes
+    assert ("; KV in int8 with scales" in pool.activation_line()) == (kv_dtype == "int8")

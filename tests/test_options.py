@@ -17,6 +17,7 @@ from sglang_freekv.config import (
     DEFAULT_PAGE_SIZE,
     DIGESTS,
     HOST_LAYOUTS,
+    KV_DTYPES,
     MOST_SLOTS,
     POOLINGS,
     RECALLS,
@@ -44,7 +45,7 @@ typed_options = st.fixed_dictionaries({}, optional={
     "freekv_canary": st.sampled_from(list(CANARIES)), "freekv_digest": st.sampled_from(DIGESTS),
     "freekv_pooling": st.sampled_from(POOLINGS), "freekv_recall_timing": whole, "freekv_preset": st.sampled_from(list(PRESETS)),
     "freekv_hysteresis": numbers | whole, "freekv_selection": st.sampled_from(SELECTIONS),
-    "freekv_tau_by_layer": words,
+    "freekv_tau_by_layer": words, "freekv_kv_dtype": st.sampled_from(KV_DTYPES),
 })  # fmt: skip
 OPTIONS = NAMES[1:]
 
@@ -69,6 +70,7 @@ def refused(make) -> str | None:
     assert config.attended_pages <= (config.cache_pages if config.resident_memory_gib == 0 else MOST_SLOTS)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
     assert 0 <= config.hysteresis <= 10 and config.selection in SELECTIONS and config.selects_on_turn <= (config.method == "freekv")
+    assert config.kv_dtype == "auto" or (config.is_coded and (config.recall, config.host_layout) == ("zero-copy", "hnd"))
     assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
 
@@ -82,7 +84,7 @@ def refused(make) -> str | None:
         "host_memory_gib": st.none() | numbers, "resident_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
         "recall_timing": whole, "preset": st.none() | st.sampled_from(list(PRESETS)) | words, "hysteresis": numbers,
-        "selection": st.sampled_from(SELECTIONS) | words,
+        "selection": st.sampled_from(SELECTIONS) | words, "kv_dtype": st.sampled_from(KV_DTYPES) | words,
     })
 )  # fmt: skip
 @settings(max_examples=500)
@@ -210,6 +212,17 @@ def test_a_scalar_of_numpy_is_the_number_that_it_is(name, flag):
             except Refusal as refusal:
                 outcomes.append(re.sub(r"found type \w+", "", str(refusal)))
         assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("name, value", [("freekv_recall", "copy-engine"), ("freekv_host_layout", "nhd")])
+def test_codes_are_refused_where_their_scales_would_be_lost(name, value):
+    asked = Options(kv_retrieval="freekv", freekv_kv_dtype="int8")
+    assert config_from(asked, None).is_coded
+    message = refused(lambda: config_from(asked.but(**{name: value}), None)) or ""
+    served = {"freekv_recall": "zero-copy", "freekv_host_layout": "hnd"}[name]
+    assert message.startswith(f"--freekv-kv-dtype int8: expected {typed(name)} {served}, ") and f"but it is {value}; " in message
+    assert message.endswith(f"; use {typed(name)} {served}, or leave --freekv-kv-dtype out")
+    assert refused(lambda: config_from(asked.but(**{name: value, "freekv_kv_dtype": "auto"}), None)) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -167,7 +167,7 @@ def test_the_tokens_chosen_come_and_no_others(name, copies, pools):
         layer.normal_()
     method = METHODS[name](Work.of(pools, 2, 512, 0.0, 0.0, copies))
     chosen = torch.randint(512, (2, 2, 64))  # request, kv head, token
-    caches = [rows.zero_() for rows in pools.store.cache.layers[1].token_rows]
+    caches = [rows.zero_() for rows in pools.store.cache.layers[1].token_rows.tensors]
     method.bring(1, chosen.flatten())
     units = pools.host_units(1, 1)
     for kind, cache in enumerate(caches):

@@ -114,6 +114,20 @@ def test_rows_of_freekv_are_as_many_as_fit():
     assert fewer < tokens and least >= 1  # where the device is what is short, tokens leave rows a half of it
 
 
+@pytest.mark.parametrize("typed", [("--freekv-kv-dtype", "int8"), ("--watchdog-timeout", "9", "--freekv-kv-dtype=int8")], ids=str)
+def test_codes_among_the_further_flags_are_reckoned_with(typed):
+    """Of stock SGLang nothing changes."""
+    plain, coded = (replace(LLAMA, extra_freekv=flags) for flags in ((), typed))
+    assert (plain.kv_dtype, coded.kv_dtype) == ("auto", "int8")
+    token = 2 * 8 * (128 + 2)
+    assert capacity.sizing_of(coded).host_bytes_per_token == 31 * token
+    (fewer, rows, _), (more, coded_rows, _) = (capacity.freekv_sizes(setup, LIMIT) for setup in (plain, coded))
+    assert more > 1.5 * fewer and coded_rows > rows  # the device bounds these tokens
+    assert capacity.stock_tokens(coded, LIMIT) == capacity.stock_tokens(plain, LIMIT)
+    stock, ours = ([capacity.kv_bytes(setup, system, 32768, 0.2) for setup in (plain, coded)] for system in ("stock", "freekv"))
+    assert stock[0] == stock[1] and ours[1]["link_bytes"] / ours[0]["link_bytes"] == pytest.approx(token / LAYER_TOKEN)
+
+
 @pytest.mark.parametrize("limit", [LIMIT, LIMIT // 4])
 @pytest.mark.parametrize("few", [64, 8], ids=["all that fit", "eight"])
 def test_a_server_told_these_sizes_fills_its_limit(few, limit, tmp_path):

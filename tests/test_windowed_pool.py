@@ -86,7 +86,7 @@ def test_rows_and_tokens_pay_for_their_windows():
     plain = KVShape(LayerTable((D, R)), 2, 4, 16, (2, 16), KVFormat.plain(torch.float32))
     with_windows, without = Sizing(CONFIG, shape, 1024, chunk=100), Sizing(CONFIG, plain, 1024)
     window_kv = with_windows.window_kv
-    assert without.window_kv is None and window_kv == WindowKV(20, 2, 100, PAGE, shape.layer_token_bytes)
+    assert without.window_kv is None and window_kv == WindowKV(20, 2, 100, PAGE, shape.dense_token_bytes)
     assert window_kv.row_tokens == 5 * (24 + 8) + 128 + 8 and window_kv.shared_tokens == 2 * 104 + 8
     assert window_kv.tokens(3) == 3 * 296 + 216
     rows, tokens = 3, 4096

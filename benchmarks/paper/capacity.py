@@ -44,18 +44,23 @@ def _load(config: Path, dtype: str) -> Model:
 
 
 def sizing_of(setup: Setup) -> Sizing:
-    """The product's own, of the flags that a setup gives."""
+    """The product's own, of the flags that a setup gives, and of ``--freekv-kv-dtype`` among its further ones."""
     edge = setup.edge_pages // 2 * setup.page_size
     resident = None if setup.resident else 0
     config = FreeKVConfig(
-        budget_tokens=setup.budget, sink_tokens=edge, window_tokens=edge, page_size=setup.page_size, resident_memory_gib=resident
+        budget_tokens=setup.budget,
+        sink_tokens=edge,
+        window_tokens=edge,
+        page_size=setup.page_size,
+        resident_memory_gib=resident,
+        kv_dtype=setup.kv_dtype,
     )
     return Sizing(config, model_of(setup).kv_shape(config), setup.context_length // setup.scale)
 
 
 def token_bytes(sizing: Sizing) -> int:
-    """Keys and values of one token in all layers that keep them of the whole context."""
-    return (sizing.shape.retrieval_layers + sizing.shape.dense_layers) * sizing.shape.layer_token_bytes
+    """Keys and values of one token in all layers that keep them of the whole context, in stock SGLang."""
+    return (sizing.shape.retrieval_layers + sizing.shape.dense_layers) * sizing.shape.dense_token_bytes
 
 
 def stock_tokens(setup: Setup, limit: int) -> int:
@@ -147,7 +152,7 @@ def expert_bytes(setup: Setup) -> int:
 def kv_bytes(setup: Setup, system: str, context: int, missed: float = 0.0) -> dict[str, float]:
     """What a decode step moves of the KV of one request."""
     sizing = sizing_of(setup)
-    near = min(sizing.shape.window, context) * sizing.shape.layers.near * sizing.shape.layer_token_bytes
+    near = min(sizing.shape.window, context) * sizing.shape.layers.near * sizing.shape.dense_token_bytes
     if system.startswith("stock"):
         return {"hbm_bytes": context * token_bytes(sizing) + near, "link_bytes": 0}
     attended = min(setup.budget, context) * sizing.host_bytes_per_token

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.needle import tasks
-from oracle import Oracle, OracleSettings
+from oracle import LayerStep, Oracle, OracleSettings
 from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 from sglang_freekv.config import GIB
 
@@ -18,18 +18,19 @@ pytestmark = pytest.mark.both_releases
 NEW_TOKENS = 24
 OF_THE_FLEET = OracleSettings(budget=512, sink=128, window=128, tau=0.9, page=32)
 TAUS = (0.65, 0.8, 0.65, -2.0, 0.5, 0.65, 2.0, 0.65)
+CODED = "on-turn-two-bit-int8"
 SETTINGS = {  # three, because three servers of the fleet run beside theirs, and memory holds six
     "never-corrected-small-pages": OracleSettings(
         budget=192, sink=0, window=32, tau=-2, page=16, dense_layers=(0, 3), digest="min-max", dense_below=1024
     ),
     "least-window-no-dense-layer": OracleSettings(budget=320, sink=64, window=128, tau=TAUS, page=64, dense_layers=(), hysteresis=0.5),
-    "on-turn-two-bit": OracleSettings(budget=192, sink=16, window=32, tau=0.65, page=8, digest="two-bit", on_turn=True),
+    CODED: OracleSettings(budget=192, sink=16, window=32, tau=0.65, page=8, digest="two-bit", on_turn=True, int8=True),
 }
 IN_FULL = "never-corrected-small-pages"  # contexts below a limit, which one of the prompts outgrows
 RESIDENT = {  # pages in device memory beside the slots of all rows; settings without a number have none, and every row has slots
     IN_FULL: None,  # as many as the host pool has
     "least-window-no-dense-layer": 12,
-    "on-turn-two-bit": 60,
+    CODED: 60,
 }
 
 
@@ -55,8 +56,10 @@ def flags_of(settings: OracleSettings, resident: int | None, file: Path) -> dict
         flags["--freekv-tau-by-layer"] = file
     else:
         flags["--freekv-tau"] = settings.tau
-    page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * HEAD_DIM * 4
+    head_bytes = HEAD_DIM + 2 if settings.int8 else 4 * HEAD_DIM
+    page_bytes = settings.page * (LAYERS - len(settings.dense_layers)) * 2 * KV_HEADS * head_bytes
     flags["--freekv-dense-below"], flags["--freekv-hysteresis"] = settings.dense_below, settings.hysteresis
+    flags["--freekv-kv-dtype"] = "int8" if settings.int8 else "auto"
     flags["--freekv-selection"] = "on-turn" if settings.on_turn else "every-step"
     flags["--freekv-resident-memory"] = resident and (resident + 0.5) * page_bytes / GIB
     return flags | {"--page-size": settings.page, "--chunked-prefill-size": 512}
@@ -69,6 +72,11 @@ def prompts_of(seed: int) -> list[tuple[int, ...]]:
     questions = [tasks.make_prompt(rng, kind, int(rng.integers(600, 1500))).token_ids for kind in kinds]
     prose = [tasks.make_document(rng, int(rng.integers(400, 1800)), needle_count=4).token_ids for _ in range(3)]
     return questions + prose
+
+
+def near(tau: float, step: list[LayerStep]) -> int:
+    """Kv heads of a decode step whose queries are about as much like their last ones as ``tau``."""
+    return sum(abs(cosine - tau) < 1e-3 for layer in step for cosine in layer.similarity)
 
 
 def check(
@@ -84,9 +92,12 @@ def check(
     after = server.when_idle()
     expected = [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts]
     corrected = [sum(flag for step in result.corrected for layer in step for flag in layer) for result in expected]
+    # a number that is nearly between two codes takes either of them, and moves later queries by as much
+    unclear = [sum(near(settings.tau, step) for step in result.steps) if settings.int8 else 0 for result in expected]
     for answers in (cold, hits):
         assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
-        assert [answer["meta_info"]["freekv"]["corrections"] for answer in answers] == corrected
+        found = [answer["meta_info"]["freekv"]["corrections"] for answer in answers]
+        assert all(abs(a - b) <= most for a, b, most in zip(found, corrected, unclear, strict=True))
     for prompt, first, again in zip(prompts, cold, hits):
         varying = (
             dict.fromkeys(("resident_pages", "selected_units", "recalled_units"), "some") if resident else {}
@@ -94,7 +105,7 @@ def check(
         told = [answer["meta_info"]["freekv"] | varying for answer in (first, again)]
         assert told[0] == told[1]  # hits or not, the same pages
         assert again["meta_info"]["cached_tokens"] == (len(prompt) - 1) // settings.page * settings.page
-    assert after["totals"]["corrections"] - before["totals"]["corrections"] == 2 * sum(corrected)
+    assert abs(after["totals"]["corrections"] - before["totals"]["corrections"] - 2 * sum(corrected)) <= 2 * sum(unclear)
     assert (after["totals"]["recalled_units"] > before["totals"]["recalled_units"]) == (resident is not None)
     assert server.flush()["host_pages_used"] == 0
     return corrected

@@ -14,6 +14,7 @@ import torch
 from delays import DELAYS, delayed_streams
 from edges import (
     CONTROLS,
+    appending_before_the_rotation,
     merging_before_the_correction,
     planning_ahead_before_the_merge,
     planning_before_the_comparison,
@@ -22,6 +23,7 @@ from edges import (
 )
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.memory_pool.canary import FaultReader
@@ -126,6 +128,8 @@ class CapturedEngine(Engine):
         "on-turn",
         "on-turn-two-bit-slack",
         "canary",
+        "int8",
+        "int8-two-bit-slack",
         "louiskv",
         "quest",
         "arkvale-slack",
@@ -252,6 +256,33 @@ def test_a_plan_that_follows_the_score_waits_for_main_too(captured):
     expected = run(cuda_stream)
     assert torch.equal(run(cuda_stream, _with_a_late_test), expected)
     assert not torch.equal(run(cuda_stream, _planning_before_the_late_test), expected), "the negative control"
+
+
+def _rotating_late(retrieval) -> None:
+    decode, rotate = retrieval.decode, DecodeStep.rotate
+
+    def late(step: DecodeStep) -> None:
+        torch.cuda._sleep(2_000_000)
+        rotate(step)
+
+    def with_late_rotation(*args):
+        with mock.patch.object(DecodeStep, "rotate", late):
+            return decode(*args)
+
+    retrieval.decode = with_late_rotation
+
+
+def _appending_before_the_late_rotation(retrieval) -> None:
+    _rotating_late(retrieval)
+    appending_before_the_rotation(retrieval)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_an_append_of_coded_kv_waits_for_the_rotation(captured):
+    run = partial(_replayed if captured else _run, name="int8")
+    expected = run(cuda_stream)
+    assert torch.equal(run(cuda_stream, _rotating_late), expected)
+    assert not torch.equal(run(cuda_stream, _appending_before_the_late_rotation), expected), "the negative control"
 
 
 class ScheduledEngine(CapturedEngine):
@@ -479,7 +510,8 @@ def _run(stream, broken=None, name: str = "tight", prompts: list[int] = PROMPTS)
 
 @pytest.mark.parametrize("prompts, runs, name", [
     (PROMPTS, RUNS, "tight"), (FEW, RUNS // 4, "tight"), (PROMPTS, RUNS // 4, "on-turn"), (FEW, RUNS // 4, "on-turn"),
-], ids=["", "one request", "on turn", "one request, on turn"])  # fmt: skip
+    (PROMPTS, RUNS // 4, "int8"), (FEW, RUNS // 4, "int8"),
+], ids=["", "one request", "on turn", "one request, on turn", "int8", "one request, int8"])  # fmt: skip
 def test_delays_on_any_stream_change_nothing(prompts, runs, name):
     expected = _run(cuda_stream, prompts=prompts, name=name)
     assert expected.isfinite().all()
@@ -493,7 +525,8 @@ def test_the_canary_takes_no_delay_for_a_change():
         assert torch.equal(_run(delayed_streams(seed), name="canary"), expected), f"run {seed} differs"
 
 
-LATE = planning_before_the_comparison, scoring_before_the_comparison  # these need a late test
+# these need a comparison or a rotation that is late
+LATE = planning_before_the_comparison, scoring_before_the_comparison, appending_before_the_rotation
 EDGES = [control for control in CONTROLS if control not in LATE]
 
 

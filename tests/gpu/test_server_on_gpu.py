@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.needle import tasks
 from serving import FaultyServer, freekv, start_all, stop_all
+from sglang_freekv.config import KV_DTYPES
 from sglang_freekv.launch.server import ServerFailed
 
 gpus = torch.cuda.device_count()
@@ -152,12 +153,16 @@ def test_prefix_hits_that_come_beside_decode_graphs(server, cycles):
     assert not wrong and server.state()["canary"]["faults"] == faults
 
 
-def test_the_default_preset_answers(tmp_path, questions):
-    """Pages of 8, two-bit digests, hysteresis and prefill graphs, with nothing resident, so that pages are recalled."""
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_default_preset_answers(tmp_path, questions, kv_dtype):
+    """Pages of 8, two-bit digests, hysteresis and prefill graphs, with nothing resident, so that pages are recalled. Each prompt again is a
+    hit, whose pages the canary compares."""
     left_out = {"--freekv-preset": None, "--freekv-budget": None, "--freekv-tau": None}
-    server = start(tmp_path, **left_out)
-    assert all(right(server, questions))
+    server = start(tmp_path, **left_out, **{"--freekv-kv-dtype": kv_dtype})
+    assert all(right(server, questions)) and all(right(server, questions))
+    assert server.state()["canary"]["faults"] == 0
     told = server.get("/server_info")["freekv"]
+    assert told["kv_dtype"] == kv_dtype
     assert (told["preset"], told["page_size"], told["digest"], told["hysteresis"]) == ("accurate", 8, "two-bit", 1)
     assert server.when_idle()["totals"]["recalled_units"] > 0
     stop_all([server])

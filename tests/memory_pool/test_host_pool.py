@@ -139,6 +139,36 @@ def test_layers_are_zeros_and_each_its_own_memory(cudart, pin, layout, dtype):
     assert [layer.float().unique().tolist() for layer in pool.layers] == [[number] for number in range(1, LAYERS + 1)]
 
 
+@pytest.mark.parametrize("pin", [False, True])
+def test_scales_lie_behind_the_codes_of_their_layer(cudart, pin):
+    pool = HostPool(LAYERS, PAGES, SHAPE[1:], torch.int8, pin, scales=torch.float16)
+    unit = 2 * S * D + 2 * S * 2
+    assert (pool.num_bytes, pool.unit_bytes) == (LAYERS * PAGES * H * unit, unit)
+    assert [(each.shape, each.stride()) for each in pool.scales] == [(SHAPE[:-1], (H * 2 * S, 2 * S, S, 1))] * LAYERS
+    assert not any(each.any() for each in (*pool.layers, *pool.scales))
+    for number, (codes, scales) in enumerate(zip(pool.layers, pool.scales), 1):
+        assert scales.data_ptr() == codes.data_ptr() + codes.nbytes
+        codes.fill_(number)
+        scales.fill_(-number)
+    assert [layer.unique().tolist() for layer in pool.layers] == [[number] for number in range(1, LAYERS + 1)]
+    assert [each.unique().tolist() for each in pool.scales] == [[-number] for number in range(1, LAYERS + 1)]
+    assert cudart.registered == {layer.data_ptr(): PAGES * H * unit for layer in pool.layers if pin}
+    pool.close()
+    assert cudart.registered == {} and pool.layers == pool.scales == []
+
+
+def test_scales_have_one_layout_only(cudart):
+    with pytest.raises(ValueError, match="host pool: expected the layout hnd for KV with scales, found nhd"):
+        HostPool(LAYERS, PAGES, SHAPE[1:], torch.int8, False, "nhd", scales=torch.float16)
+
+
+def test_the_scales_that_memory_lacks_are_in_the_refusal(cudart, monkeypatch):
+    """A "GiB" of codes fits, and a quarter more for scales does not."""
+    leave(monkeypatch, lambda: MIB)
+    told = refusal(lambda: HostPool(8, 2, (8, 2, 512, 8), torch.int8, pin=True, scales=torch.float16))
+    assert "0.0 of 1.2 GiB of pinned host memory, for 0 of 8 layers" in told, told
+
+
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
 def test_a_written_padding_page_is_found(cudart, layout):
     pool = build(layout)

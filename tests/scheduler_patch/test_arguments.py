@@ -230,7 +230,7 @@ def test_defaults(outcomes):
         "method": "freekv", "budget_tokens": 2048, "sink_tokens": 16, "window_tokens": 32, "tau": 0.8, "tau_by_layer": None,
         "digest": "two-bit", "pooling": "softmax-mean", "hysteresis": 1.0, "selection": "every-step",
         "dense_layers": [0], "page_size": 8, "host_memory_gib": memory, "resident_memory_gib": None, "device_cache_tokens": None, "dense_below_tokens": 0,
-        "recall": "zero-copy", "host_layout": "hnd", "canary": "off", "recall_timing": 0,
+        "recall": "zero-copy", "host_layout": "hnd", "kv_dtype": "auto", "canary": "off", "recall_timing": 0,
         "preset": DEFAULT_PRESET, "preset_set": list(PRESETS[DEFAULT_PRESET].settings),
     }  # fmt: skip
     assert outcome["settings"] == {"page_size": 8, "attention_backend": "freekv", "device": "cpu"}

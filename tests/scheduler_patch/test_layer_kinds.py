@@ -75,12 +75,13 @@ def test_a_model_of_two_kinds_has_buffers_for_one_and_a_store_for_the_other():
 
 
 def test_types_of_storage_and_computation_are_told_apart():
-    """Slots and host pages are stored; digests, queries and staged contexts are computed with."""
+    """Slots, host pages and staging buffers are stored; dense layers, digests and queries are computed with."""
     config = FreeKVConfig(budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=8)
     shape = KVShape(LayerTable.uniform(2), 2, 4, 16, (2, 16), KVFormat(torch.float16, torch.float32))
     pool = FreeKVPool(config, shape, 64, 2, 64, "cpu")
     (host, *_), (cache, *_), (digests, *_) = pool.store.host.layers, pool.store.cache.layers, pool.store.digests.layers
-    assert {host.dtype, cache.keys.dtype, cache.values.dtype} == {torch.float16}
-    assert {digests.dtype, cache.previous_queries.dtype, pool.store.staging.buffers[0].dtype} == {torch.float32}
+    assert {host.dtype, cache.keys.dtype, cache.values.dtype, pool.store.staging.buffers[0].dtype} == {torch.float16}
+    assert {digests.dtype, cache.previous_queries.dtype} == {torch.float32}
     sizing = Sizing(config, shape, 64)
-    assert pool.store.digests.num_bytes == 72 * sizing.digest_bytes_per_token and pool.store.staging.num_bytes == sizing.staging_bytes
+    assert pool.store.digests.num_bytes == 72 * sizing.digest_bytes_per_token
+    assert pool.store.staging.num_bytes == sizing.staging_bytes - sizing.scratch_bytes and sizing.scratch_bytes == 64 * 2 * 2 * 16 * 4

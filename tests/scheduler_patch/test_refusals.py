@@ -93,6 +93,8 @@ VALUES = {  # typed flags: how the refusal begins
         "--freekv-budget",
         "99999999999999999999",
     ): "--freekv-budget 99999999999999999999: expected a non-negative multiple of --page-size 8; use --freekv-budget 262136",
+    ("--freekv-kv-dtype", "int8", "--freekv-recall", "copy-engine"): "--freekv-kv-dtype int8: expected --freekv-recall zero-copy, ",
+    ("--freekv-kv-dtype", "int8", "--freekv-host-layout", "nhd"): "--freekv-kv-dtype int8: expected --freekv-host-layout hnd, ",
     ("--freekv-host-memory", "100000"): "--freekv-host-memory 100000: 1 rank(s) on this machine take 100000 GiB",
     ("--freekv-host-memory", "0.0001"): "--freekv-host-memory 0.0001: expected at least 0.0002 GiB, 4 pages of --page-size 8 of this "
     "model's KV; use 0.0002 or more",
@@ -115,6 +117,9 @@ FINE = (  # what must stay possible
     ("--freekv-host-memory", "0.25"),
     ("--freekv-host-memory", "0.0005"),
     ("--freekv-device-cache", "4096"),
+    ("--freekv-kv-dtype", "int8"),
+    ("--freekv-kv-dtype", "int8", "--kv-retrieval", "quest", "--freekv-canary", "full"),
+    ("--freekv-kv-dtype", "int8", "--page-size", "512", "--freekv-budget", "4096"),
     ("--freekv-recall", "copy-engine", "--freekv-host-layout", "nhd"),
 )
 
@@ -430,9 +435,11 @@ def test_what_sglang_insists_on(monkeypatch):
     model = SimpleNamespace(quantization=None, is_hybrid_swa=False)
     backends = ("freekv", "freekv")
 
-    def refuse(backends=backends, canary="off", **changes):
+    def refuse(backends=backends, canary="off", kv_dtype="auto", **changes):
         names = dict(zip(("prefill_attention_backend", "decode_attention_backend"), backends), attention_backend="freekv")
-        refusals.refuse_resolved(SimpleNamespace(**names | resolved | changes), model, FreeKVConfig("quest", canary=canary))
+        refusals.refuse_resolved(
+            SimpleNamespace(**names | resolved | changes), model, FreeKVConfig("quest", canary=canary, kv_dtype=kv_dtype)
+        )
 
     refuse()
     insists = "--kv-retrieval quest: SGLang insists on the attention backends triton and freekv here; use --kv-retrieval none"
@@ -445,6 +452,12 @@ def test_what_sglang_insists_on(monkeypatch):
         Refusal, match="SGLang chooses --cuda-graph-backend-prefill full here, .*; use --cuda-graph-backend-prefill disabled"
     ):
         refuse(cuda_graph_config=graphs("full"))
+    for model.head_dim in (80, 128, 36):
+        refuse()
+        if model.head_dim % 8 == 0:
+            refuse(kv_dtype="int8")
+    with pytest.raises(Refusal, match="--freekv-kv-dtype int8: expected a head_dim of a multiple of 8, .* the model's is 36; leave it out"):
+        refuse(kv_dtype="int8")
     model.is_hybrid_swa = True
     refuse()
     for is_new, expected in ((True, nullcontext()), (False, pytest.raises(Refusal, match="--freekv-canary full: with window layers it"))):

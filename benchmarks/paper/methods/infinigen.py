@@ -40,7 +40,7 @@ class InfiniGen(Window):
 
     def bring(self, layer: int, chosen: torch.Tensor) -> None:
         """Tokens ``chosen [B * H * K]`` of the host's to ``slots``."""
-        units = [rows.unsqueeze(1) for rows in self.pools.store.cache.layers[layer].token_rows]
+        units = [rows.unsqueeze(1) for rows in self.pools.store.cache.layers[layer].token_rows.tensors]
         self.missing.host_pages[:] = chosen
         self.missing.length[:1] = len(chosen)
         self.recall(self.pools.host_units(layer, 1), self.missing, *units, PROGRAMS)

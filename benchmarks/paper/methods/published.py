@@ -69,5 +69,5 @@ class InfiniGenCopies(InfiniGen):
         brought = self.gathered.to(self.heads.device, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
-        for rows, new in zip(self.pools.store.cache.layers[layer].token_rows, brought.unbind(1)):
+        for rows, new in zip(self.pools.store.cache.layers[layer].token_rows.tensors, brought.unbind(1)):
             rows[self.slots, self.heads] = new

@@ -54,7 +54,7 @@ class ShadowKV(Window):
         fresh = scores.topk(self.selected, sorted=False).indices[..., : self.fetched].contiguous()  # [B, H, K]
         if not self.fetched:
             return super().attend(layer, q, k, v)
-        units = [rows.view(-1, CHUNK // 2, shape.kv_heads, shape.head_dim) for rows in cache.token_rows]
+        units = [rows.view(-1, CHUNK // 2, shape.kv_heads, shape.head_dim) for rows in cache.token_rows.tensors]
 
         def fetch() -> None:
             self.missing.host_pages[: self.count] = fresh.flatten()

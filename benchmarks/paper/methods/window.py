@@ -25,7 +25,7 @@ class Window:
         cache, requests = self.pools.store.cache.layers[layer], self.work.requests
         size, slots = self.pools.config.page_size, cache.slot_pages.shape[2]
         where = requests.rows * (slots * size) + requests.seq_lens % size
-        for rows, new in zip(cache.token_rows, (k, v)):
+        for rows, new in zip(cache.token_rows.tensors, (k, v)):
             rows[where] = new
         return kernels.attend_pages(q, cache.keys, cache.values, requests.seq_lens, self.reads[layer], self.scale)
 

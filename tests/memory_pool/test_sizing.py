@@ -1,0 +1,56 @@
+"""What sizing counts where KV is stored as codes, by hand: a token of each kind of layer, frames, staging buffers and the scratch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.layers import LayerKind, LayerTable
+from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.sizing import FRAME_TABLE_BYTES, KVShape, Sizing
+
+R, D, W = LayerKind.RETRIEVAL, LayerKind.DENSE, LayerKind.WINDOW
+HEADS, DIM, PAGE, CONTEXT = 2, 24, 8, 1024
+CONFIG = FreeKVConfig(budget_tokens=64, sink_tokens=16, window_tokens=16, page_size=PAGE)
+COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
+ONE_BYTE = KVFormat(torch.float8_e4m3fn, torch.bfloat16)  # codes of a type that needs no scales
+
+
+def sizing(kv: KVFormat) -> Sizing:
+    return Sizing(CONFIG, KVShape(LayerTable((D, R, W, R, R)), HEADS, 6, DIM, (2, DIM), kv, window=32), CONTEXT, chunk=128)
+
+
+@pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+def test_codes_are_counted_where_they_are_stored(dtype):
+    plain, coded = sizing(KVFormat.plain(dtype)), sizing(KVFormat.of("int8", dtype))
+    computed, stored = 2 * HEADS * DIM * dtype.itemsize, 2 * HEADS * (DIM + 2)
+    assert (plain.shape.retrieval_token_bytes, plain.shape.dense_token_bytes) == (computed, computed)
+    assert (coded.shape.retrieval_token_bytes, coded.shape.dense_token_bytes) == (stored, computed)
+    assert (plain.host_bytes_per_token, coded.host_bytes_per_token) == (3 * computed, 3 * stored)
+    assert coded.frame_bytes == 3 * PAGE * stored + FRAME_TABLE_BYTES
+    assert coded.staging_bytes == 2 * CONTEXT * stored + CONTEXT * computed and coded.scratch_bytes == CONTEXT * computed
+    assert plain.staging_bytes == 2 * CONTEXT * computed and plain.scratch_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+def test_what_is_no_retrieval_layers_kv_is_as_without_codes(dtype):
+    """Dense and window layers, digests, and the tables of a row with its previous queries."""
+    plain, coded = sizing(KVFormat.plain(dtype)), sizing(KVFormat.int8(dtype))
+    for name in ("device_bytes_per_token", "table_bytes", "row_window_bytes", "shared_window_bytes", "window_kv", "promised_frames"):
+        assert getattr(plain, name) == getattr(coded, name)
+    assert coded.window_kv.token_bytes == coded.shape.dense_token_bytes
+
+
+def test_a_stored_type_without_scales_has_a_scratch_too():
+    """To be coded and to have scales are two questions."""
+    kv = sizing(ONE_BYTE)
+    assert kv.shape.retrieval_token_bytes == 2 * HEADS * DIM and kv.scratch_bytes == CONTEXT * 2 * HEADS * DIM * 2
+
+
+def test_codes_leave_more_tokens_to_the_same_host_and_more_frames_to_the_same_device():
+    plain, coded = sizing(KVFormat.plain(torch.bfloat16)), sizing(KVFormat.int8(torch.bfloat16))
+    host, device = 1 << 20, 1 << 24
+    tokens, more = (each.tokens(host, device, 4) for each in (plain, coded))
+    assert tokens == host // (3 * 192) // PAGE * PAGE and more == host // (3 * 104) // PAGE * PAGE
+    assert coded.frames(24 << 20, 1 << 16, 4) > 1.7 * plain.frames(24 << 20, 1 << 16, 4)
