@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.needle import tasks
 from room import room_for
-from serving import FaultyServer, freekv, start_all, stop_all, wait_until
+from serving import HEAD_DIM, FaultyServer, freekv, start_all, stop_all, wait_until
+from sglang_freekv import releases
 from sglang_freekv.launch.server import ServerFailed
 
 pytestmark = pytest.mark.two_servers  # a rank takes nearly what a server does
@@ -18,7 +19,9 @@ both_releases = pytest.mark.both_releases
 
 RANKS, PAGE, LAYER, NEW_TOKENS = 2, 32, 3, 24
 ROWS, POOL, TRIES = 4, 6400, 4
-FLAGS = freekv(256, canary="full", tau=2, resident_memory=0.01) | {
+# KV as codes on one release and as numbers on the other, with room for as many pages
+KV_DTYPE, RESIDENT = ("int8", 0.01 * (HEAD_DIM + 2) / (4 * HEAD_DIM)) if releases.has("checkpoint") else ("auto", 0.01)
+FLAGS = freekv(256, canary="full", tau=2, resident_memory=RESIDENT, kv_dtype=KV_DTYPE) | {
     "--tp-size": RANKS, "--max-running-requests": ROWS, "--max-total-tokens": POOL, "--chunked-prefill-size": 1024,
     "--schedule-conservativeness": 0.1,  # it lets in more than it can finish
 }  # fmt: skip
