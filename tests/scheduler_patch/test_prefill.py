@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from frame_traffic import make
 from sglang_freekv import releases
 from sglang_freekv.backend import FreeKVAttnBackend
+from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.lending import Lending
@@ -29,7 +30,7 @@ def adder():
     """SGLang's adder when 1,024 tokens are free and a running request may take 770.7 of them."""
     adder = object.__new__(PrefillAdder)
     lending = Lending(1000, 1, 1, resident=False)
-    pool = SimpleNamespace(staging_tokens=1000, residency=SimpleNamespace(lending=lending), owners={})
+    pool = SimpleNamespace(staging_tokens=1000, residency=SimpleNamespace(lending=lending), owners={}, config=FreeKVConfig())
     allocator = SimpleNamespace(
         size=1024, available_size=lambda: 1024, get_kvcache=lambda: SimpleNamespace(full_kv_pool=pool), page_size=PAGE
     )
@@ -94,17 +95,18 @@ def test_contexts_of_a_batch_fit_the_context_buffers_together(adder):
     assert results == [AddReqResult.CONTINUE, AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
 
 
-@pytest.mark.parametrize("frames", [13, 14])
-def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames):
+@pytest.mark.parametrize("frames, kv_dtype, fits", [(13, "auto", False), (14, "auto", True), (14, "int8", False)])
+def test_contexts_that_do_not_fit_a_staging_buffer_fit_frames(adder, frames, kv_dtype, fits):
     """Requests hold four pages, and one row decodes. Then come contexts of 16, 13 and 4 pages, all but one page of which are hits.
 
-    So at most ten pages are held, with the third request's own, and four rows take a page in hand each.
+    So at most ten pages are held, with the third request's own, and four rows take a page in hand each. Codes need room decoded in any case.
     """
+    pool_of(adder.token_to_kv_pool_allocator.get_kvcache()).config = FreeKVConfig(kv_dtype=kv_dtype)
     run(adder, Lending(frames, 1, 1), 1, pages=4)
     adder.token_to_kv_pool_allocator.available_size = lambda: 1024 - 4 * PAGE
     requests = [request(pages * PAGE, prefix=(pages - 1) * PAGE) for pages in (16, 13, 4)]
     results = [prefill.bounded_contexts(admit, adder, each) is AddReqResult.CONTINUE for each in requests]
-    assert results == [True, True, frames == 14]
+    assert results == [True, True, fits]
 
 
 @pytest.mark.parametrize("running, refusal", [(True, AddReqResult.NO_TOKEN), (False, AddReqResult.OTHER)])
