@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
@@ -49,13 +50,14 @@ class Staging(PrefixStream):
         super().__init__(host, stream, canary)
         self.tokens, self.context_tokens = tokens, 0
         self.buffers = [torch.empty((2, tokens, *kv_shape), dtype=format.storage, device=device) for _ in range(2)]
-        self.scales: list[torch.Tensor] = []  # of both buffers, [2, tokens, H] each; none if KV has no scales
-        if format.scales is not None:
-            self.scales = [torch.empty((2, tokens, kv_shape[0]), dtype=format.scales, device=device) for _ in range(2)]
+        self.scales: list[Scales] = []  # of both buffers, [tokens, H] each; none if KV has no scales
+        if format.scales is not None:  # in tensors of their own, aligned as those of frames are: kernels are compiled for that once
+            kinds = [[torch.empty((tokens, kv_shape[0]), dtype=format.scales, device=device) for _ in range(2)] for _ in range(2)]
+            self.scales = [Scales(*each) for each in kinds]
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self.buffers, *self.scales))
+        return sum(tensor.nbytes for tensor in (*self.buffers, *chain(*self.scales)))
 
     def token_rows(self, layer: int) -> KV:
         return self._first_rows(self.context_tokens, layer % 2)
@@ -63,7 +65,7 @@ class Staging(PrefixStream):
     def _first_rows(self, tokens: int, buffer: int) -> KV:
         """The first ``tokens`` token rows of a staging buffer."""
         keys, values = self.buffers[buffer][:, :tokens]
-        return KV(keys, values, Scales(*self.scales[buffer][:, :tokens]) if self.scales else None)
+        return KV(keys, values, Scales(*(each[:tokens] for each in self.scales[buffer])) if self.scales else None)
 
     def first_layers(self) -> Iterable[range]:
         return (range(layer, layer + 1) for layer in range(min(2, len(self.host.layers))))

@@ -18,6 +18,7 @@ from sglang_freekv.memory_pool.canary import Fault, FaultReader
 from sglang_freekv.memory_pool.digest_pool import keys_to_digest
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.memory_pool.staging import Staging
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import InlineStream
 
@@ -100,6 +101,16 @@ def test_bytes_of_codes_and_scales():
     assert frames == plain.cache.num_frames
     assert plain.cache.num_bytes - coded.cache.num_bytes == frames * LAYERS * H * 2 * S * (element - vector)
     assert coded.digests.num_bytes == plain.digests.num_bytes and coded.digests.layers[0].dtype == torch.float32
+
+
+def test_a_staging_buffer_of_any_length_is_aligned_as_frames_are(store):
+    """A kernel is compiled anew for a tensor that is not, and what a start compiles reads staging buffers in one place, frames in another."""
+    staging = Staging(store.host, 13, (1, 16), KVFormat.int8(torch.bfloat16), "cpu", InlineStream())
+    staging.context_tokens = 13
+    for layer in range(2):
+        kv = staging.token_rows(layer)
+        assert {len(each) for each in kv.tensors} == {13} and not any(each.data_ptr() % 16 for each in kv.tensors)
+        assert kv.scales.keys.stride() == kv.scales.values.stride() == (1, 1)
 
 
 def test_types_and_shapes_of_each_pool():
