@@ -53,19 +53,32 @@ class Request:
             return 0.6 * steps + torch.randn(LAYERS, 1, heads, DIM, generator=self.generator)
 
         self.q, self.k, self.v = walk(HEADS * GROUP), walk(HEADS), walk(HEADS)
-        self.seen_k, self.seen_v = (as_coded(self.k, rotated=True), as_coded(self.v)) if self.coded else (self.k, self.v)
+        if self.coded:  # numbers of few bits, whose sums are exact: a rotation in any order gives them the same codes
+            self.k, self.v = (torch.round(numbers * 1024) / 1024 for numbers in (self.k, self.v))
+        self.store()
+
+    def store(self) -> None:
+        """Find what becomes of the keys and values in memory: ``stored``, which has scales behind codes, and what attention sees."""
+        self.stored, self.seen_k, self.seen_v = (self.k, self.v), self.k, self.v
+        if self.coded:
+            codes, scales = zip(coded(turned(self.k)), coded(self.v))
+            self.stored = *codes, *scales
+            keys, self.seen_v = (code * scale.float()[..., None] for code, scale in zip(codes, scales))
+            self.seen_k = turned(keys)
 
 
-def as_coded(numbers: torch.Tensor, *, rotated: bool = False) -> torch.Tensor:
-    """``numbers [..., DIM]`` as they are once they were coded in 8 bits, of keys in a rotated basis. DIM is a power of two."""
-    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    basis = torch.ones(1, 1)
-    while rotated and len(basis) < DIM:
-        basis = torch.kron(basis, signs) / math.sqrt(2)
-    turned = numbers @ basis if rotated else numbers
-    scales = (turned.abs().amax(-1, keepdim=True) / 127).half().float()
-    decoded = (turned / scales).round().clamp(-127, 127) * scales
-    return decoded @ basis if rotated else decoded
+def turned(numbers: torch.Tensor) -> torch.Tensor:
+    """``numbers [..., DIM]`` in the basis of keys that are coded, or back. DIM is a power of four, so that its root is exact."""
+    signs = torch.ones(1, 1)
+    while len(signs) < DIM:
+        signs = torch.kron(signs, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    return numbers @ signs / math.sqrt(DIM)
+
+
+def coded(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(codes, scales)`` of ``numbers [..., DIM]`` in 8 bits."""
+    scales = (numbers.abs().amax(-1) / 127).half()
+    return (numbers / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scales
 
 
 def attend(request: Request, layer: int, head: int, position: int, tokens: list[int]) -> torch.Tensor:

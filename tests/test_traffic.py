@@ -58,7 +58,7 @@ def test_any_traffic_is_served_while_all_is_resident(name, stream, record_proper
 def test_any_traffic_is_served_with_the_frames_that_are_promised(record_property):
     """All configurations in one test, because what is rare happens in some of them."""
     seen = Counter()
-    late = ("tight", "in-full-below", "no-sink", "one-token-pages", "canary", "louiskv", "on-turn", "on-turn-in-full-below")
+    late = ("tight", "in-full-below", "no-sink", "one-token-pages", "canary", "louiskv", "on-turn", "on-turn-in-full-below", "int8")
     for name, stream in (*product(late, [DeferredStream]), *product(late[::2], [InlineStream])):
         machine = traffic(f"{name} promised {stream.__name__}", config=CONFIGS[name], stream=stream, resident=just_promised(CONFIGS[name]))
         run_state_machine_as_test(machine, settings=TRAFFIC)

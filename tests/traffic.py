@@ -117,11 +117,12 @@ class Traffic(RuleBasedStateMachine):
 
     def request(self, prompt: int, alike: Cached | None, pages: int) -> Request:
         """One whose text begins like another, as far as that one's first ``pages`` go."""
-        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator)
+        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator, coded=self.config.is_coded)
         if alike is not None:
             known = min(len(alike.pages[:pages]) * self.size, request.total)
             for ours, theirs in zip((request.q, request.k, request.v), (alike.text.q, alike.text.k, alike.text.v)):
                 ours[:, :known] = theirs[:, :known]
+            request.store()
         return request
 
     def start(self, request: Request, pages: list[int]) -> None:
@@ -348,9 +349,11 @@ class Traffic(RuleBasedStateMachine):
         holders = [(request, request.pages[: request.tokens // self.size]) for request in self.running if request.row in self.corrected]
         holders += [(entry.text, entry.pages) for entry in self.tree]
         for text, pages in holders:
-            for layer, host in enumerate(self.retrieval.host.layers):
-                keys_values = torch.stack((text.k[layer], text.v[layer]))[:, : len(pages) * self.size]
-                assert torch.equal(host[pages], keys_values.unflatten(1, (len(pages), self.size)).permute(1, 3, 0, 2, 4))
+            for number, pools in enumerate((self.retrieval.host.layers, self.retrieval.host.scales)):
+                for layer, pool in enumerate(pools):
+                    keys_values = torch.stack([kind[layer, : len(pages) * self.size] for kind in text.stored[2 * number :][:2]])
+                    in_pages = keys_values.unflatten(1, (len(pages), self.size))  # [2, P, S, H, ...]
+                    assert torch.equal(pool[pages], in_pages.movedim((1, 3), (0, 1)))
         return torch.tensor(sorted({page for _, pages in holders for page in pages}), dtype=torch.int64)
 
     def check_row(self, request: Request, layer: int) -> None:
@@ -375,24 +378,30 @@ class Traffic(RuleBasedStateMachine):
         """The ``frames`` hold the keys and values of ``pages`` bit for bit, as far as they are written."""
         cache, tokens = self.retrieval.cache.layers[layer], pages[:, None] * self.size + torch.arange(self.size)
         written = tokens < request.tokens
-        for held, truth in ((cache.keys, request.k), (cache.values, request.v)):
+        for held, truth in zip(cache.kv.tensors, request.stored, strict=True):
             assert torch.equal(held[frames, :, head][written], truth[layer, tokens[written], head])
 
     def spoil(self) -> None:
-        """NaN wherever nobody may look: pages and rows that are free, and the row of padding."""
+        """NaN wherever nobody may look: pages and rows that are free, and the row of padding. Codes become one that is none."""
+
+        def spoil(tensor: torch.Tensor, where: torch.Tensor) -> None:
+            tensor[where] = torch.nan if tensor.is_floating_point() else -128
+
         rows, free = [0, *self.free_rows], torch.tensor(self.free_pages, dtype=torch.int64)
         for layer, cache in enumerate(self.retrieval.cache.layers):
-            self.retrieval.host.layers[layer][free] = self.retrieval.digests.layers[layer][free] = torch.nan
+            host = self.retrieval.host
+            for pool in (pools[layer] for pools in (host.layers, host.scales, self.retrieval.digests.layers) if pools):
+                spoil(pool, free)
             cache.previous_queries[rows] = torch.nan
             frames = self.retrieval.store.frames.tables
             idle = torch.cat((cache.row_frames[rows].flatten(), frames.free[: frames.free_count], frames.frame_of[free]))
-            for held in (cache.keys, cache.values):
-                held[idle[idle >= 0].long()] = torch.nan
+            for held in cache.kv.tensors:
+                spoil(held, idle[idle >= 0].long())
 
 
 def causal(request: Request, layer: int, start: int, end: int) -> torch.Tensor:
     """``[end - start, Hq, D]`` dense attention of the tokens from ``start`` on."""
-    q, k, v = request.q[layer, start:end], request.k[layer, :end], request.v[layer, :end]
+    q, k, v = request.q[layer, start:end], request.seen_k[layer, :end], request.seen_v[layer, :end]
     k, v = (x.repeat_interleave(GROUP, dim=1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) * SCALE
     future = torch.arange(end) > torch.arange(start, end)[:, None]
