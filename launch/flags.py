@@ -28,7 +28,7 @@ TAIL = """
 | `--max-total-tokens TOKENS` | Tokens of KV in host memory, at most. |
 | `--max-running-requests N` | Rows: requests that decode at once, at most. Each has tables on the device, and is promised frames for the device cache. |
 | `--mem-fraction-static SHARE` | Device memory for weights and KV pools. |
-| `--context-length TOKENS` | Longest request. Two staging buffers of that length are on the device, and with `--freekv-kv-dtype int8` room for one layer of it decoded. A prefill batch that finds no room in frames, prefix hits included, fits one of them; the others wait. |
+| `--context-length TOKENS` | Longest request. Two staging buffers of that length are on the device, and with `--freekv-kv-dtype int8` room for one layer of it decoded. A prefill batch that finds no room in frames, prefix hits included, fits one of them, and with int8 every batch does; the others wait. |
 
 ## Other ways to set them
 - A `--config` file takes the same names.
