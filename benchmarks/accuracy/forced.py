@@ -19,12 +19,14 @@ class Texts:
     """B texts after dense prefill of all but their ends.
 
     Args:
-        prefilled: of the beginnings.
+        beginnings: B times ``[1, T]`` token ids.
+        prefilled: of the beginnings, with KV as it is stored.
         fed: ``[B, N] int64`` tokens that follow.
         truth: ``[B, N] int64`` the token behind each of them.
-        dense: ``[B, N, V] float32`` logits of dense attention behind each of them.
+        dense: ``[B, N, V] float32`` logits behind each of them, of dense attention to KV as computed.
     """
 
+    beginnings: Sequence[torch.Tensor]
     prefilled: Prefilled
     fed: torch.Tensor
     truth: torch.Tensor
@@ -38,9 +40,13 @@ class Texts:
             queries: as of ``OfflineModel.prefill``.
         """
         token_ids = token_ids.to(model.device)
-        prefilled = joined([model.prefill(text[None, : -steps - 1], queries) for text in token_ids])
-        fed, truth = token_ids[:, -steps - 1 : -1], token_ids[:, -steps:]
-        return cls(prefilled, fed, truth, model.dense_logits(prefilled, fed))
+        beginnings, fed, truth = token_ids[:, : -steps - 1].split(1), token_ids[:, -steps - 1 : -1], token_ids[:, -steps:]
+        prefilled = joined([model.prefill(each, queries) for each in beginnings])
+        return cls(beginnings, prefilled, fed, truth, model.dense_logits(prefilled, fed))
+
+    def stored(self, model: OfflineModel, queries: int | None, kv_dtypes: Sequence[str]) -> Texts:
+        """These texts, and the same dense attention, after a prefill that stores KV otherwise; arguments as of ``OfflineModel.prefill``."""
+        return replace(self, prefilled=joined([model.prefill(each, queries, kv_dtypes) for each in self.beginnings]))
 
 
 def joined(parts: Sequence[Prefilled]) -> Prefilled:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.accuracy.coded import kv_dtype_of
 from benchmarks.accuracy.method import Budget, Cache, Method, Prompt, Step, Trace
 from benchmarks.accuracy.methods.gather import Growing, weights
 
@@ -19,6 +20,10 @@ class Watched:
     @property
     def prompt_queries(self) -> int | None:
         return self.method.prompt_queries
+
+    @property
+    def kv_dtype(self) -> str:
+        return kv_dtype_of(self.method)
 
     def begin(self, prompt: Prompt, budget: Budget) -> WatchedCache:
         return WatchedCache(self.method.begin(prompt, budget), prompt)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+AS_COMPUTED = "auto"  # the kv_dtype of KV that is stored as it is
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -38,6 +40,7 @@ class Prompt:
         rotate: post-RoPE keys of plain ones ``[..., N, D]`` at positions ``[..., N]``.
         scale: of attention logits.
         layer, layers: number of this layer, and how many the model has.
+        kv_dtype: how the layer stores KV: ``keys``, ``values`` and those of steps are what is left of it. ``plain_keys`` are as computed.
     """
 
     queries: torch.Tensor
@@ -48,6 +51,7 @@ class Prompt:
     scale: float
     layer: int
     layers: int
+    kv_dtype: str = AS_COMPUTED
 
     @property
     def group(self) -> int:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from benchmarks.accuracy.method import Budget, Method, Prompt, Step
+from benchmarks.accuracy.coded import stored
+from benchmarks.accuracy.method import AS_COMPUTED, Budget, Method, Prompt, Step
 from benchmarks.accuracy.tally import Tally
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -96,21 +97,23 @@ class OfflineModel:
         return frozenset() if tokens is None else frozenset([tokens] if isinstance(tokens, int) else tokens)
 
     @torch.no_grad()
-    def prefill(self, token_ids: torch.Tensor, queries: int | None = None) -> Prefilled:
+    def prefill(self, token_ids: torch.Tensor, queries: int | None = None, kv_dtypes: Sequence[str] = ()) -> Prefilled:
         """Dense causal attention over ``[B, T]`` token ids.
 
         Args:
             queries: how many of the last positions' queries to keep; None is all.
+            kv_dtypes: of each layer, which attends to its KV as it is stored; without them all is as computed.
         """
         hidden = self.decoder.embed_tokens(token_ids.to(self.device))
         here, prompts = slice(0, token_ids.shape[1]), []
-        for number, layer in enumerate(self.decoder.layers):
+        for number, (layer, kv_dtype) in enumerate(zip(self.decoder.layers, kv_dtypes or [AS_COMPUTED] * self.layers, strict=True)):
             query, plain_keys, values = self._project(layer, hidden)
-            query, keys = self.rotate(query, here), self.rotate(plain_keys, here)
+            query = self.rotate(query, here)
+            keys, values = stored(self.rotate(plain_keys, here), values, kv_dtype)
             attended = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)
             hidden = self._behind_attention(layer, hidden, attended)
             kept = query if queries is None or queries >= query.shape[2] else query[:, :, -max(1, queries) :].clone()
-            prompts.append(Prompt(kept, keys, values, plain_keys, self.rotate, self.scale, number, self.layers))
+            prompts.append(Prompt(kept, keys, values, plain_keys, self.rotate, self.scale, number, self.layers, kv_dtype))
         return Prefilled(prompts, self._logits(hidden[:, -1]).argmax(dim=-1))
 
     @torch.no_grad()
@@ -141,7 +144,8 @@ class OfflineModel:
             alive = [sequence[-1] not in stop_tokens for sequence in tokens]
             if not any(alive):
                 break
-            fed = self._step(fed, position, caches, torch.tensor(alive, device=self.device), tally).argmax(dim=-1)
+            counted = torch.tensor(alive, device=self.device)
+            fed = self._step(fed, position, prefilled.prompts, caches, counted, tally).argmax(dim=-1)
             for sequence, token, goes_on in zip(tokens, fed.tolist(), alive):
                 sequence += [token] * goes_on
         return tokens
@@ -165,7 +169,7 @@ class OfflineModel:
             tally.begin(prefilled.prompts)
         for number, fed in enumerate(token_ids.unbind(1)):
             counted = torch.full_like(fed, number > 0, dtype=torch.bool)
-            yield self._step(fed, prefilled.tokens + number, caches, counted, tally)
+            yield self._step(fed, prefilled.tokens + number, prefilled.prompts, caches, counted, tally)
 
     @torch.no_grad()
     def dense_logits(self, prefilled: Prefilled, token_ids: torch.Tensor) -> torch.Tensor:
@@ -175,14 +179,17 @@ class OfflineModel:
             cache.update(prompt.keys, prompt.values, layer)
         return self.model(token_ids.to(self.device), past_key_values=cache).logits.float()
 
-    def _step(self, fed: torch.Tensor, position: int, caches: list, alive: torch.Tensor, tally: Tally | None) -> torch.Tensor:
+    def _step(
+        self, fed: torch.Tensor, position: int, prompts: list[Prompt], caches: list, alive: torch.Tensor, tally: Tally | None
+    ) -> torch.Tensor:
         """One token further: ``[B]`` tokens, to the logits ``[B, V]`` of the next ones."""
         before = hidden = self.decoder.embed_tokens(fed)[:, None]  # what entered the layer before, and this one
-        for number, (layer, cache) in enumerate(zip(self.decoder.layers, caches)):
+        for number, (layer, prompt, cache) in enumerate(zip(self.decoder.layers, prompts, caches)):
             query, plain_key, value = self._project(layer, hidden)
             query = self.rotate(query, position)
             early = query if number == 0 else self.rotate(self._queries(layer, layer.input_layernorm(before)), position)
-            step = Step(query[:, :, 0], early[:, :, 0], self.rotate(plain_key, position)[:, :, 0], value[:, :, 0], position)
+            key, value = stored(self.rotate(plain_key, position), value, prompt.kv_dtype)
+            step = Step(query[:, :, 0], early[:, :, 0], key[:, :, 0], value[:, :, 0], position)
             output = cache.attend(step)
             if output.shape != step.query.shape:
                 raise ValueError(f"layer {number}: {type(cache).__name__} gave {list(output.shape)}, expected {list(step.query.shape)}")

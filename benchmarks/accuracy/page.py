@@ -24,6 +24,7 @@ from benchmarks.accuracy.systems import (
     DEFAULTS,
     FAIR,
     FOUR,
+    IN_8_BITS,
     LENGTH_OF,
     LENGTHS,
     OFFLINE,
@@ -40,9 +41,9 @@ from benchmarks.report import ROOT, markdown
 PAGE, SELECTION, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "docs" / "history" / "selection.md", ROOT / "benchmarks" / "results"
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SERVERS = ("budget-2048-server", "budget-2048-gqa-4-server", "budget-512-server", "budget-512-gqa-4-server")
-REAL_FILE = "real"
+REAL_FILE, INT8_FILE = "real", "real-int8"
 HALVES = ("budget-512", "fair-rows", "selection", "aggregation", "dense-0", "dense-2")  # measured offline
-FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES), REAL_FILE)
+FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES), REAL_FILE, INT8_FILE)
 
 
 @cache
@@ -87,9 +88,9 @@ def thresholds() -> str:
 
 
 @cache
-def real() -> dict[str, dict]:
-    """Results on real texts, by key."""
-    return json.loads((RESULTS / f"{REAL_FILE}.json").read_text())["results"]
+def real(name: str = REAL_FILE) -> dict[str, dict]:
+    """Results of a file on real texts, by key."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
 
 
 def real_weights() -> str:
@@ -108,6 +109,18 @@ def real_lengths() -> str:
     lengths = [f"{length // 1024}K" for length in LENGTHS]
     header = [f"KL to dense, {length}" for length in lengths] + [f"perplexity over dense, {' / '.join(lengths)}"]
     return markdown(("system", "page", *header), rows)
+
+
+def int8() -> str:
+    """KV in 8 bits beside KV as computed, at each length that was measured."""
+    found, rows = real(INT8_FILE), []
+    for length in LENGTHS:
+        plain, coded = (f"{length}/512/{method}" for method in IN_8_BITS)
+        if coded in found:
+            own, (distance, further, perplexity, *_) = compared(found, plain), compared(found, coded, plain)
+            rows.append((f"{length:,} tokens", found[coded]["documents"], own[0], distance, further, own[1], perplexity))
+    header = ("length", "texts", "KL to dense", "KL, int8", "int8 minus own type", "perplexity over dense", "perplexity, int8")
+    return markdown(header, rows)
 
 
 def tried(name: str) -> str:
@@ -149,6 +162,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tau": thresholds,
     "real": real_weights,
     "real-lengths": real_lengths,
+    "int8": int8,
     "made": made,
 }
 PAGES = {PAGE: TABLES, SELECTION: {name: partial(tried, name) for name in TRIED}}

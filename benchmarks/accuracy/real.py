@@ -24,13 +24,13 @@ from benchmarks.accuracy.fitting import PERIOD, REPEATS, Fitting
 from benchmarks.accuracy.forced import Distance, Texts
 from benchmarks.accuracy.grid import budget_of, is_done, model_digest
 from benchmarks.accuracy.mass import Watched
-from benchmarks.accuracy.method import Budget, Method
+from benchmarks.accuracy.method import AS_COMPUTED, Budget, Method
 from benchmarks.accuracy.methods import METHODS
 from benchmarks.accuracy.methods.freekv import FreeKV
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.real_tables import document
 from benchmarks.accuracy.rows import DENSE
-from benchmarks.accuracy.run import DTYPES, Progress, queries_read
+from benchmarks.accuracy.run import DTYPES, Progress, by_kv_dtypes, queries_read
 from benchmarks.accuracy.tally import Tally
 from benchmarks.accuracy.thresholds import ALWAYS, NEVER
 from benchmarks.report import Report, arguments, chosen, say
@@ -97,15 +97,19 @@ def run_length(grid: Grid, works: dict[str, Work], token_ids: torch.Tensor, repo
     """Follow texts ``[documents, length + 1]`` with every method; one that fails is left out from then on."""
     model, options, length = grid.fitting.model, grid.options, token_ids.shape[1] - 1
     for batch in token_ids.split(options.batch):
-        forced = Texts.of(model, batch, options.steps, queries_read([work.method for work in works.values()]))
-        for key, work in list(works.items()):
-            with report.part(key, quiet=True):
-                work.distance.add(model, forced, grid.methods(work), work.budget, work.tally)
-                if (done := len(work.distance.kl)) == len(token_ids):
-                    report.add(key, work.result)
-                progress.add(length * len(batch), f"{key}, {done} of {len(token_ids)} texts")
-                continue
-            del works[key]
+        queries = queries_read([work.method for work in works.values()])
+        forced = Texts.of(model, batch, options.steps, queries)
+        for kv_dtypes, alike in by_kv_dtypes(works, model, options.dense_layers).items():
+            if set(kv_dtypes) != {AS_COMPUTED}:
+                forced = forced.stored(model, queries, kv_dtypes)
+            for key, work in alike.items():
+                with report.part(key, quiet=True):
+                    work.distance.add(model, forced, grid.methods(work), work.budget, work.tally)
+                    if (done := len(work.distance.kl)) == len(token_ids):
+                        report.add(key, work.result)
+                    progress.add(length * len(batch), f"{key}, {done} of {len(token_ids)} texts")
+                    continue
+                del works[key]
         del forced  # before the next one takes as much
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.run --lengths 1024 4096 --budgets 256 512 --methods full 'freekv*' quest
 
-Each batch of prompts is prefilled once, densely, for all methods and budgets. A result that is there is not computed again.
+Each batch of prompts is prefilled once, densely, for all methods and budgets that store KV alike. A result that is there is not computed again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from fnmatch import fnmatch
 import torch
 
 from benchmarks.accuracy import summarise
+from benchmarks.accuracy.coded import kv_dtype_of
 from benchmarks.accuracy.fitting import Fitting
 from benchmarks.accuracy.grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score
-from benchmarks.accuracy.method import Budget, Method
+from benchmarks.accuracy.method import AS_COMPUTED, Budget, Method
 from benchmarks.accuracy.methods import METHODS
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.tally import Tally
@@ -72,21 +73,31 @@ def queries_read(methods: list[Method]) -> int | None:
     return None if None in asked else max(asked)
 
 
+def by_kv_dtypes(works: dict, model: OfflineModel, dense_layers: int) -> dict[tuple[str, ...], dict]:
+    """The works that a prefill serves, by how each layer stores KV, those as computed first; layers that are dense store it so."""
+    groups: dict[tuple[str, ...], dict] = {}
+    for key, work in sorted(works.items(), key=lambda each: kv_dtype_of(each[1].method) != AS_COMPUTED):
+        kv_dtypes = (AS_COMPUTED,) * dense_layers + (kv_dtype_of(work.method),) * (model.layers - dense_layers)
+        groups.setdefault(kv_dtypes, {})[key] = work
+    return groups
+
+
 def run_cell(model: OfflineModel, cell: Cell, works: dict[str, Work], full: Method, dense_layers: int, batch: int, report: Report) -> None:
     """Answer a cell's prompts by every method; one that fails is left out from then on."""
     for numbers in cell.batches(batch):
         token_ids = torch.tensor([list(map(int, cell.prompts[number].token_ids)) for number in numbers])
-        prefilled = model.prefill(token_ids, queries_read([work.method for work in works.values()]))
-        for key, work in list(works.items()):
-            with report.part(key, quiet=True):
-                started, methods = time.monotonic(), [full] * dense_layers + [work.method] * (model.layers - dense_layers)
-                answers = model.decode(prefilled, methods, work.budget, cell.new_tokens, model.stop_tokens, work.tally)
-                work.seconds += time.monotonic() - started
-                for number, answer in zip(numbers, answers, strict=True):
-                    work.scores[number], work.generated[number] = score(cell.prompts[number], answer), len(answer)
-                continue
-            del works[key]
-        del prefilled  # before the next one takes as much
+        for kv_dtypes, alike in by_kv_dtypes(works, model, dense_layers).items():
+            prefilled = model.prefill(token_ids, queries_read([work.method for work in alike.values()]), kv_dtypes)
+            for key, work in alike.items():
+                with report.part(key, quiet=True):
+                    started, methods = time.monotonic(), [full] * dense_layers + [work.method] * (model.layers - dense_layers)
+                    answers = model.decode(prefilled, methods, work.budget, cell.new_tokens, model.stop_tokens, work.tally)
+                    work.seconds += time.monotonic() - started
+                    for number, answer in zip(numbers, answers, strict=True):
+                        work.scores[number], work.generated[number] = score(cell.prompts[number], answer), len(answer)
+                    continue
+                del works[key]
+            del prefilled  # before the next one takes as much
     for key, work in works.items():
         report.add(key, work.result)
 

@@ -36,8 +36,10 @@ TWO_BIT, MAX, HYSTERESIS = {"--freekv-digest": "two-bit"}, {"--freekv-pooling": 
 FINE = {"--page-size": 8, "--freekv-sink": 16, "--freekv-window": 32}
 ON_TURN = TWO_BIT | FINE | {"--freekv-selection": "on-turn"}
 TYPED = {"page_size": "--page-size"} | {flag.setting: typed(name) for name, flag in FLAGS.items()}
+ACCURATE = {TYPED[setting]: value for setting, value in PRESETS["accurate"].settings.items() if setting != "budget_tokens"}
 SELECTIONS = {
-    "accurate": {TYPED[setting]: value for setting, value in PRESETS["accurate"].settings.items() if setting != "budget_tokens"},
+    "accurate": ACCURATE,
+    "accurate-int8": ACCURATE | {"--freekv-kv-dtype": "int8"},
     "page-16": {"--page-size": 16},
     "page-8": {"--page-size": 8},
     "narrow": {"--freekv-sink": 32, "--freekv-window": 64},

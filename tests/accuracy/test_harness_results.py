@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from benchmarks.accuracy.methods.streaming_llm import StreamingLLM
 from benchmarks.accuracy.model import OfflineModel
 from benchmarks.accuracy.real_tables import COMPARED, compared
 from benchmarks.accuracy.rows import Row, Rows
-from benchmarks.accuracy.systems import OWN, TWELVE, System
+from benchmarks.accuracy.systems import IN_8_BITS, OWN, TWELVE, System
 from benchmarks.needle import weights
+from benchmarks.report import ROOT
 
 PROMPTS = 40
 
@@ -239,6 +241,13 @@ def test_a_method_that_is_too_good_fails_the_summary(tmp_path, monkeypatch, caps
 def test_a_page_has_the_tables_of_the_results(path):
     text = path.read_text()
     assert page.filled(text, page.PAGES[path]) == text, "run python -m benchmarks.accuracy.page and commit docs"
+
+
+def test_tuning_tells_what_8_bits_cost():
+    told, found = (ROOT / "docs" / "tuning.md").read_text(), page.real(page.INT8_FILE)
+    [line] = [line for line in told.splitlines() if line.startswith("- What it costs in accuracy: ")]
+    kl = [float(np.mean(found[f"{length}/512/{method}"]["kl"])) for length in (2048, 4096) for method in reversed(IN_8_BITS)]
+    assert re.findall(r"[ (](\.\d{4})\b", line) == [f"{each:.4f}"[1:] for each in kl]
 
 
 def test_a_page_without_one_of_its_tables_is_refused():

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.accuracy import grid, run, serve
+from benchmarks.accuracy.coded import Coded
 from benchmarks.accuracy.methods import METHODS
 from benchmarks.accuracy.methods.freekv import FreeKV
 from benchmarks.accuracy.methods.full import Full
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import KV_DTYPES, FreeKVConfig
 from sglang_freekv.options import NAMES, Options, config_from
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.presets import PRESETS
@@ -129,10 +130,11 @@ def test_what_a_row_does_not_say_is_not_the_servers_default(servers, monkeypatch
 
 def test_the_row_of_a_preset_is_the_preset_at_the_cells_budget(servers, tmp_path):
     """The budget sets a sink and a window of its own for all rows; the preset's win, and the harness keeps everything in host memory."""
-    _, results, started = servers("--only", "*/freekv-accurate", "*/full")
+    _, results, started = servers("--only", "*/freekv-accurate*", "*/full")
     accurate = FreeKVConfig(**PRESETS["accurate"].settings)
     common = {"dense_layers": (0,), "host_memory_gib": 4.0, "resident_memory_gib": 0.0}
-    assert [config_of(server) for server in started[1:]] == [replace(accurate, budget_tokens=budget, **common) for budget in (160, 192)]
+    expected = [replace(accurate, budget_tokens=budget, kv_dtype=each, **common) for each in KV_DTYPES for budget in (160, 192)]
+    assert [config_of(server) for server in started[1:]] == expected
     assert results["magic-number/360/160/freekv-accurate"]["trace"]["mean"]["attended"] == 5 * accurate.page_size
 
 
@@ -141,3 +143,4 @@ def test_both_halves_have_the_row_of_the_preset():
     told = (row.page, row.sink, row.window, row.tau, row.digest, row.pooling, row.hysteresis)
     assert told == tuple(value for name, value in accurate.settings.items() if name != "budget_tokens")
     assert replace(FreeKV(), **{name: getattr(row, name) for name in ("page", "sink", "window", "tau", "digest", "hysteresis")}) == row
+    assert METHODS["freekv-accurate-int8"]() == Coded(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -44,7 +45,8 @@ def dense_weights(steps: list[Step], prompt: Prompt, number: int) -> tuple[torch
 @pytest.mark.parametrize("name", EXACT)
 def test_what_a_method_says_it_read_explains_its_answer(name):
     prompt, steps = random_text()
-    cache = Watched(EXACT[name]()).begin(prompt, BUDGET)
+    watched = Watched(EXACT[name]())
+    cache = watched.begin(replace(prompt, kv_dtype=watched.kv_dtype), BUDGET)
     for number, step in enumerate(steps):
         answer, (paid, values) = cache.attend(step), dense_weights(steps, prompt, number)
         read = cache.trace.read.expand(BATCH, HEADS, step.position + 1)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import calibrate_tau
 from benchmarks.accuracy import forced, real, real_tables, smollm2, texts
+from benchmarks.accuracy.coded import Coded
 from benchmarks.accuracy.forced import Distance, Texts
 from benchmarks.accuracy.intervals import bootstrap
 from benchmarks.accuracy.mass import Watched
@@ -184,6 +185,18 @@ def test_thresholds_of_a_file_are_a_method_more(command, tmp_path):
     file.write_text(json.dumps({"model": "LlamaForCausalLM", "tau": [0.9]}))
     with pytest.raises(SystemExit, match="^--freekv-tau-by-layer .*: expected thresholds for LlamaForCausalLM with 3 layers, found"):
         command("--tau-by-layer", str(file))
+
+
+def test_kv_in_8_bits_is_a_method_beside_the_others(command):
+    """It has a prefill of its own, and is dense attention where no layer retrieves."""
+    kl = {}
+    for dense_layers in (1, LAYERS):
+        status, written, followed = command("--dense-layers", str(dense_layers), **{"freekv-int8": Coded(FreeKV())})
+        assert (status, followed) == (0, 8), "two batches of four methods"
+        kl[dense_layers] = {name.split("/")[2]: result["kl"] for name, result in written["results"].items()}
+    assert all(abs(ours - plain) > 1e-6 for ours, plain in zip(kl[1]["freekv-int8"], kl[1]["freekv"], strict=True))
+    assert max(map(abs, kl[1]["full"] + kl[LAYERS]["freekv-int8"])) < 1e-9
+    assert "Coded(method=FreeKV(" in written["results"][f"{LENGTH}/160/freekv-int8"]["settings"]
 
 
 class Broken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.accuracy.coded import Coded
 from benchmarks.accuracy.method import Method
 from sglang_freekv.presets import PRESETS
 
@@ -25,7 +26,14 @@ from .streaming_llm import StreamingLLM
 TWO_BIT = {"digest": "two-bit", "page": 8}
 RECIPE = TWO_BIT | {"sink": 16, "window": 32}
 ON_TURN, IN_HAND = {"selection": "on-turn"}, {"beyond": "in-hand"}
-ACCURATE = PRESETS["accurate"]  # its budget is the cell's
+ACCURATE = PRESETS["accurate"]
+ACCURATE_ROW = partial(  # the budget is the cell's
+    FreeKV,
+    **{name: getattr(ACCURATE, name) for name in ("tau", "pooling", "digest", "hysteresis")},
+    page=ACCURATE.page_size,
+    sink=ACCURATE.sink_tokens,
+    window=ACCURATE.window_tokens,
+)
 BESIDE_RECIPE: dict[str, dict] = {
     "hysteresis": {"hysteresis": 1.4},
     "hysteresis-0.70": {"hysteresis": 0.7},
@@ -65,13 +73,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "clusterkv": ClusterKV,
     "louiskv": LouisKV,
     "freekv": FreeKV,
-    "freekv-accurate": partial(
-        FreeKV,
-        **{name: getattr(ACCURATE, name) for name in ("tau", "pooling", "digest", "hysteresis")},
-        page=ACCURATE.page_size,
-        sink=ACCURATE.sink_tokens,
-        window=ACCURATE.window_tokens,
-    ),
+    "freekv-accurate": ACCURATE_ROW,
+    "freekv-accurate-int8": partial(Coded, ACCURATE_ROW()),
     "freekv-no-correction": partial(FreeKV, correction=False),
     "freekv-min-max": partial(FreeKV, digest="min-max"),
     "freekv-page-16": partial(FreeKV, page=16),
