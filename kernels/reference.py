@@ -34,7 +34,6 @@ from sglang_freekv.kernels.reference_frames import (
     take_in_hand,
 )
 from sglang_freekv.kernels.reference_movers import (
-    append_tokens,
     fill_frames,
     fill_pages,
     offload_pages,
@@ -42,7 +41,6 @@ from sglang_freekv.kernels.reference_movers import (
     snapshot_pages,
     stage_layers,
     stage_pages,
-    write_tokens,
 )
 from sglang_freekv.kernels.reference_plan import (
     CORRECTED,
@@ -56,6 +54,7 @@ from sglang_freekv.kernels.reference_plan import (
 )
 from sglang_freekv.kernels.reference_rotation import rotate, unrotated_keys
 from sglang_freekv.kernels.reference_stamps import settle_stamps, write_stamp
+from sglang_freekv.kernels.reference_tokens import append_tokens, write_tokens
 
 __all__ = [
     "add_learned_sinks",
