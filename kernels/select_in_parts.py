@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select in parts, inside a kernel: the heaviest of more pages than a program holds at once. Their weights lie in the notes of ``placement``."""
+"""Select in parts, inside a kernel: the heaviest of many pages, whose weights lie in the notes of ``placement``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 
 from sglang_freekv.kernels.select import EXCLUDED, FAINT, HEAVIEST, counted, narrow, ordered, pooled_logits, thresholds
 
-MOST_AT_ONCE = tl.constexpr(16384)  # logits of a group
+AT_ONCE = tl.constexpr(4096)  # logits of a group, of which each thread keeps 16 largest ones and 16 sums
 
 
 @triton.jit
 def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.constexpr, PART: tl.constexpr):
     """Write to ``p_weights [P]`` what ``weigh`` returns of the candidates, which lie between the sink and ``end``."""
     if POOLING == "softmax-mean":
-        SPAN: tl.constexpr = min(PART, MOST_AT_ONCE // SIZES.G_BLOCK)
+        SPAN: tl.constexpr = min(PART, AT_ONCE // SIZES.G_BLOCK)
         b_top, b_log_sum = _norms(p_group, end, P, SIZES, SPAN)
         o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
         for first in range(SIZES.SINK, end, SPAN):
@@ -35,21 +35,25 @@ def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.
 
 @triton.jit
 def _norms(p_group, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
-    """``[G]`` largest logits of the candidates, and logarithms of the sums of exponentials relative to them."""
+    """``[G]`` largest logits of the candidates, and logarithms of the sums of exponentials relative to them.
+
+    Each thread keeps what it has seen of a logit's place, so that the block meets once, behind the loop.
+    """
     o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
-    b_top, b_sum = tl.full([SIZES.G_BLOCK], FAINT, tl.float32), tl.full([SIZES.G_BLOCK], 0, tl.float32)
+    b_most, b_sums = tl.full([SIZES.G_BLOCK, SPAN], FAINT, tl.float32), tl.full([SIZES.G_BLOCK, SPAN], 0, tl.float32)
     for first in range(SIZES.SINK, end, SPAN):
         o_p = first + tl.arange(0, SPAN)
         b_logits = tl.load(p_group + o_g * P + o_p[None, :], mask=(o_g < SIZES.G) & (o_p < end)[None, :], other=float("-inf"))
-        b_new = tl.maximum(b_top, tl.max(b_logits, 1))
-        b_sum = b_sum * tl.exp(b_top - b_new) + tl.sum(tl.exp(b_logits - b_new[:, None]), 1)
-        b_top = b_new
-    return b_top, tl.log(b_sum)
+        b_less = tl.exp(-tl.abs(b_logits - b_most))  # NaN stays, so that all of the head's weights become FAINT
+        b_sums = tl.where(b_logits > b_most, b_sums * b_less + 1, b_sums + b_less)
+        b_most = tl.maximum(b_logits, b_most)
+    b_top = tl.max(b_most, 1)
+    return b_top, tl.log(tl.sum(b_sums * tl.exp(b_most - b_top[:, None]), 1))
 
 
 @triton.jit
 def threshold_in_parts(p_weights, begin, end, num, PART: tl.constexpr):
-    """Of the ``num`` heaviest of ``p_weights`` from ``begin`` to ``end``: the lightest, and how many of its equals are among them."""
+    """The lightest of the ``num`` heaviest of ``p_weights`` from ``begin`` to ``end``, how many of its equals are among them, and of how many."""
     free = tl.maximum(end - begin, 0)
     num = tl.minimum(free, num)
     b_most, b_least = tl.full([PART], EXCLUDED, tl.int32), tl.full([PART], HEAVIEST, tl.int32)
@@ -68,9 +72,28 @@ def threshold_in_parts(p_weights, begin, end, num, PART: tl.constexpr):
             b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)
             b_count += counted(b_weight, first, second, third)
         low, high, num_above = narrow(low, high, num_above, num, tl.sum(b_count, 0), first, second, third)
-    b_heavier = tl.zeros([PART], tl.int32)
+    b_count = tl.zeros([PART], tl.int32)
     for first in range(begin, end, PART):
         o_p = first + tl.arange(0, PART)
         b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)
-        b_heavier += (b_weight > low).to(tl.int32)
-    return low, num - tl.sum(b_heavier, 0)
+        b_count += (b_weight > low).to(tl.int32) + ((b_weight >= low).to(tl.int32) << 16)
+    b_heavier, b_least = b_count & 0xFFFF, b_count >> 16
+    heavier = tl.sum(b_heavier, 0)
+    return low, num - heavier, tl.sum(b_least, 0) - heavier
+
+
+@triton.jit
+def threshold_at_once(p_weights, begin, end, num, PART: tl.constexpr):
+    """As ``threshold_in_parts``, of at most ``PART`` weights, which stay in registers."""
+    free = tl.maximum(end - begin, 0)
+    num = tl.minimum(free, num)
+    o_p = begin + tl.arange(0, PART)
+    b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)
+    high = tl.max(b_weight, 0) + 1
+    low, num_above = tl.where(num > 0, tl.min(tl.where(o_p < end, b_weight, HEAVIEST), 0), high), tl.where(num > 0, free, 0)
+    while (num_above > num) & (low + 1 < high):
+        first, second, third = thresholds(low, high)
+        low, high, num_above = narrow(low, high, num_above, num, tl.sum(counted(b_weight, first, second, third), 0), first, second, third)
+    counts = tl.sum((b_weight > low).to(tl.int64) + ((b_weight >= low).to(tl.int64) << 32), 0)
+    heavier = (counts & 0xFFFFFFFF).to(tl.int32)
+    return low, num - heavier, (counts >> 32).to(tl.int32) - heavier
