@@ -132,7 +132,7 @@ def describe(info: dict, scheduler) -> None:
     if states := observer.states():
         info["freekv"] |= {"state_slots": states["total"], "state_bytes": states["bytes"]}
     if windows := observer.windows():
-        info["freekv"] |= {"window_tokens": windows["total"], "window_bytes": windows["bytes"]}
+        info["freekv"] |= {"window_pool_tokens": windows["total"], "window_pool_bytes": windows["bytes"]}
 
 
 def internal_state(output, scheduler, recv_req) -> None:

@@ -48,8 +48,8 @@ def served(tmp_path_factory) -> SimpleNamespace:
 
 
 def assert_windows_are_free(server) -> None:
-    kept = server.when_idle()["windows"]
-    assert 0 < kept["used"] < kept["total"] == server.get("/server_info")["freekv"]["window_tokens"]
+    kept, told = server.when_idle()["windows"], server.get("/server_info")["freekv"]
+    assert 0 < kept["used"] < kept["total"] == told["window_pool_tokens"] and told["window_tokens"] == SETTINGS.window
     assert_only_the_tree_holds_pages(server)  # and empties it
     assert server.state()["windows"]["used"] == 0
 
