@@ -71,7 +71,7 @@ def test_long_prompts_recall_and_leave_nothing(servers):
     first, again, other = (ask(ours, texts, each, 64) for each in (seeds, seeds, seeds[1:] + seeds[:1]))
     assert alike(tokens(first), tokens(again)) > alike(tokens(first), tokens(other)) + 0.1
     before = [len("ghi jkl mno ") * (100 + seed) for seed in seeds]
-    for length, answer in zip(before, other):  # a hybrid's chunk has left a state
-        assert length - 8 <= answer["meta_info"]["cached_tokens"] <= length + 8
+    for length, answer in zip(before, other):  # a window may be left where another prompt parts, a page before
+        assert length - 16 <= answer["meta_info"]["cached_tokens"] <= length + 8
     assert ours.when_idle()["totals"]["recalled_units"] > 0
     assert ours.flush()["host_pages_used"] == 0
