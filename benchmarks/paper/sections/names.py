@@ -9,6 +9,7 @@ SHAPES = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "minimax-m2-cut": "six layers of MiniMax-M2",
     "qwen3.5-27b-quarter": "a quarter of the layers of Qwen3.5-27B",
+    "gpt-oss-20b": "gpt-oss-20B",
 }
 ABOUT = {  # what is to be known of a shape's figures
     "minimax-m2-cut": "With dummy weights all tokens of a batch are routed to nearly the same experts. A step then reads fewer weights than "
@@ -16,6 +17,9 @@ ABOUT = {  # what is to be known of a shape's figures
     "One request's step is as short as the host's work for it, at 32K as at 128K. The whole model's is longer than that.",
     "qwen3.5-27b-quarter": "Twelve layers have linear attention, and four have full attention. SGLang 0.5.23's Python ran over the compiled "
     "libraries of 0.5.17. KV is an eighth to a half of what stock SGLang's step reads. Weights are most of the rest, and FreeKV reads them, too.",
+    "gpt-oss-20b": "Twelve of the 24 layers have full attention, and both systems keep the windows of the others on the device. Experts are in "
+    "MXFP4. With dummy weights all tokens of a batch are routed to nearly the same ones, and in service both sides take longer. Other GPUs of "
+    "the host ran tests meanwhile.",
 }
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
 SYSTEMS = {"stock": "stock SGLang", "freekv": "FreeKV"}
