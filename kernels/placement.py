@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, ordered, unordered, weigh
-from sglang_freekv.kernels.select_in_parts import threshold_at_once, threshold_in_parts, weigh_in_parts
+from sglang_freekv.kernels.select_in_parts import heaviest_of_part, threshold, weigh_in_parts
 
 
 @triton.jit
@@ -79,10 +79,7 @@ def _choose_in_parts(
     if HYSTERESIS > 0:
         _favour_last(p_scratch, p_tables, end, SIZES, HYSTERESIS)
         tl.debug_barrier()
-    if end - SIZES.SINK <= PART:
-        low, fitting, num_ties = threshold_at_once(p_scratch, SIZES.SINK, end, most, PART)
-    else:
-        low, fitting, num_ties = threshold_in_parts(p_scratch, SIZES.SINK, end, most, PART)
+    found = threshold(p_scratch, SIZES.SINK, end, most, PART)
     by_mark = False
     if p_held is not None:
         by_mark = held
@@ -99,11 +96,7 @@ def _choose_in_parts(
         o_p = first + tl.arange(0, PART)
         m_candidate = o_p < end
         b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
-        b_equal = (b_weight == low).to(tl.int32)
-        m_chosen = b_weight >= low
-        if num_ties > fitting:
-            m_chosen = (b_weight > low) | ((b_equal != 0) & (num_equal + tl.cumsum(b_equal, 0) <= fitting))
-            num_equal += tl.sum(b_equal, 0)
+        m_chosen, num_equal = heaviest_of_part(b_weight, found, num_equal)
         if by_mark:
             m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0
         tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)

@@ -16,7 +16,7 @@ LIGHTEST = tl.constexpr(-(2**31) + 1)
 HEAVIEST = tl.constexpr(2**31 - 1)
 FAINT = tl.constexpr(-3.0e38)  # as in reference_plan
 
-BLOCKS = (1024, 4096)  # P_FEW and P_MANY, if the longest possible context has more pages
+BLOCKS = (1024, 4096)  # P_FEW and P_MANY, if the longest possible context has more pages than the first
 
 
 class Sizes(NamedTuple):
@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
     C_BLOCK: int
     A_BLOCK: int
     BUDGET_BLOCK: int
-    P_FEW: int  # a context with at most so many candidates takes the shortest path
-    P_MANY: int  # and one with at most so many a path in between
+    P_FEW: int  # a context with at most so many candidates takes the shorter path
+    P_MANY: int  # pages that the other path holds at a time
     P_BLOCK: int  # not less than the longest possible context has
 
 
@@ -61,15 +61,6 @@ def sizes_of(candidates: Candidates, tables: Tables) -> Sizes:
         P_MANY=min(block, BLOCKS[1]),
         P_BLOCK=block,
     )
-
-
-def launch_of(sizes: Sizes) -> dict[str, int | None]:
-    """Launch options of a kernel that holds all weights of a context at once."""
-    block = sizes.P_BLOCK
-    return {
-        "num_warps": 4 if block <= 1024 else 8 if block <= 8192 else 16 if block <= 16384 else 32,
-        "maxnreg": 64 if block > 16384 else None,  # all that 32 warps can have; by itself the compiler takes fewer
-    }
 
 
 @triton.jit

@@ -52,8 +52,33 @@ def _norms(p_group, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def threshold_in_parts(p_weights, begin, end, num, PART: tl.constexpr):
+def threshold(p_weights, begin, end, num, PART: tl.constexpr):
     """The lightest of the ``num`` heaviest of ``p_weights`` from ``begin`` to ``end``, how many of its equals are among them, and of how many."""
+    if end - begin <= PART:
+        low, fitting, num_equal = _threshold_at_once(p_weights, begin, end, num, PART)
+    else:
+        low, fitting, num_equal = _threshold_in_parts(p_weights, begin, end, num, PART)
+    return low, fitting, num_equal
+
+
+@triton.jit
+def heaviest_of_part(b_weight, found, seen):
+    """Mask of the integers of a part that are among the heaviest, and how many equals of the lightest there are up to it.
+
+    ``found`` is what ``threshold`` returned, and ``seen`` are those equals in the parts before. They are counted only if not all fit.
+    """
+    low, fitting, num_equal = found
+    m_chosen = b_weight >= low
+    if num_equal > fitting:
+        b_equal = (b_weight == low).to(tl.int32)
+        m_chosen = m_chosen & ((b_equal == 0) | (seen + tl.cumsum(b_equal, 0) <= fitting))
+        seen += tl.sum(b_equal, 0)
+    return m_chosen, seen
+
+
+@triton.jit
+def _threshold_in_parts(p_weights, begin, end, num, PART: tl.constexpr):
+    """As ``threshold``, of any number of weights."""
     free = tl.maximum(end - begin, 0)
     num = tl.minimum(free, num)
     b_most, b_least = tl.full([PART], EXCLUDED, tl.int32), tl.full([PART], HEAVIEST, tl.int32)
@@ -83,8 +108,8 @@ def threshold_in_parts(p_weights, begin, end, num, PART: tl.constexpr):
 
 
 @triton.jit
-def threshold_at_once(p_weights, begin, end, num, PART: tl.constexpr):
-    """As ``threshold_in_parts``, of at most ``PART`` weights, which stay in registers."""
+def _threshold_at_once(p_weights, begin, end, num, PART: tl.constexpr):
+    """As ``threshold``, of at most ``PART`` weights, which stay in registers."""
     free = tl.maximum(end - begin, 0)
     num = tl.minimum(free, num)
     o_p = begin + tl.arange(0, PART)

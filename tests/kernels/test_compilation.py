@@ -304,3 +304,33 @@ def test_frames_compile_once_for_a_gpu_and_all_sizes():
     rows, pages = {"_note_kernel", "_lend_kernel", "_mark_kernel", "_hand_kernel"}, {"_begin_kernel", "_hold_kernel", "_forget_kernel"}
     expected = rows | pages | {"_snapshot_kernel"}
     assert sorted(json.loads(done.stdout.splitlines()[-1])) == sorted(expected)
+
+
+LONG = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_freekv.kernels import plan, seed
+from sglang_freekv.kernels.select import BLOCKS, Sizes
+
+sizes = Sizes(SINK=16, SELECTED=224, WINDOW=16, H=8, G=4, S=8, C=256, A=256, BUDGET=256, G_BLOCK=4, C_BLOCK=256, A_BLOCK=256,
+              BUDGET_BLOCK=256, P_FEW=BLOCKS[0], P_MANY=BLOCKS[1], P_BLOCK=1 << 18)
+NUMBERS = {"SIZES": sizes, "POOLING": "softmax-mean", "EXTRA": 224, "HYSTERESIS": 1.0, "ON_TURN": False, "FOLLOWS": True, "AHEAD_FIRST": False,
+           "A_PART": 256, "REST": False}
+WIDE = {"p_rows", "p_seq_lens", "p_counts"}
+
+for kernel, options in ((seed._seed_slots, {"num_warps": 16}), (plan._plan_pages, {"num_warps": 8, "maxnreg": 96})):
+    constants = {p.name: NUMBERS[p.name] for p in kernel.params if p.is_constexpr}
+    kinds = {p.name: "*i64" if p.name in WIDE else "*fp32" if p.name == "p_logits" else "*i32" for p in kernel.params}
+    kinds |= {name: "i32" for name in kinds if not name.startswith("p_")} | dict.fromkeys(constants, "constexpr")
+    made = triton.compile(ASTSource(kernel, kinds, constants, {}), target=GPUTarget("cuda", 90, 32), options=options)
+    print(made.metadata.shared, len(made.asm["ptx"].splitlines()), flush=True)
+"""
+
+
+def test_a_context_of_a_million_tokens_is_compiled_in_parts():
+    """All of its weights at once would be 131,072 in the registers of one program: that compiles for minutes, and spills."""
+    done = run(LONG)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(found) == 2 and all(shared <= 4096 and lines < 40_000 for shared, lines in found), found
