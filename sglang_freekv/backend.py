@@ -188,11 +188,16 @@ class FreeKVAttnBackend(AttentionBackend):
 
 
 def _stock_backend(model_runner: ModelRunner) -> AttentionBackend:
-    """What computes dense and window layers. FlashInfer knows no learned sinks, FlashAttention 3 on Hopper and Triton do."""
-    if model_runner.device == "cpu" and isinstance(model_runner.token_to_kv_pool, WindowedPool):
+    """What computes dense and window layers.
+
+    SGLang's FlashInfer knows no learned sinks, and lets the window layers of prompts without a prefix attend to everything before
+    (``extend_no_prefix``). FlashAttention 3 on Hopper and Triton do what the model says.
+    """
+    has_windows = isinstance(model_runner.token_to_kv_pool, WindowedPool)
+    if model_runner.device == "cpu" and has_windows:
         return WindowedAttention(model_runner)
     on_gpu = "flashinfer"
-    if model_runner.model_config.has_attention_sinks:
+    if has_windows or model_runner.model_config.has_attention_sinks:
         on_gpu = "fa3" if is_hopper_with_cuda_12_3() else "triton"
     return ATTENTION_BACKENDS["torch_native" if model_runner.device == "cpu" else on_gpu](model_runner)
 

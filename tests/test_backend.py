@@ -18,6 +18,7 @@ from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
+from sglang_freekv.windowed_pool import WindowedPool
 
 RETRIEVAL, DENSE, STATELESS = LayerKind.RETRIEVAL, LayerKind.DENSE, LayerKind.STATELESS
 SHAPE = KVShape(LayerTable.uniform(3, dense=1), 2, 6, 16, (2, 16), KVFormat.plain(torch.float32))
@@ -120,6 +121,18 @@ def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch,
     monkeypatch.setattr(backend, "is_hopper_with_cuda_12_3", lambda: hopper)
     made = FreeKVAttnBackend(runner)
     assert asked == compiled and pool.residency is made.residency and made.dense == stock
+
+
+@pytest.mark.parametrize("hopper, expected", [(True, "fa3"), (False, "triton")])
+def test_flashinfer_computes_no_window_layers(monkeypatch, hopper, expected):
+    """In SGLang's FlashInfer the window layers of a prompt without a prefix attend to all of it."""
+    monkeypatch.setattr(backend, "ATTENTION_BACKENDS", {name: lambda runner, name=name: name for name in backend.ATTENTION_BACKENDS})
+    monkeypatch.setattr(backend, "is_hopper_with_cuda_12_3", lambda: hopper)
+    settings = SimpleNamespace(has_attention_sinks=False)
+    runner = SimpleNamespace(device="cuda", token_to_kv_pool=object.__new__(WindowedPool), model_config=settings)
+    assert backend._stock_backend(runner) == expected
+    runner.token_to_kv_pool = object.__new__(FreeKVPool)
+    assert backend._stock_backend(runner) == "flashinfer"
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["an extend that SGLang captures", "one that it replays"])
