@@ -11,6 +11,7 @@ import triton.language as tl
 
 from sglang_freekv.kernels.attended_codes import attend_codes
 from sglang_freekv.kernels.attended_tokens import attend_tokens, tokens_of
+from sglang_freekv.kernels.coded import TYPES
 from sglang_freekv.kernels.follow import await_previous, following
 from sglang_freekv.kernels.kv import Scales
 from sglang_freekv.kernels.merge import merge_shares
@@ -23,7 +24,6 @@ PROGRAMS = 464  # trials of both numbers: benchmarks/results/bench_step-history.
 PROGRAMS_OF_THE_REST = 1056  # most of them have no work, so each has a small share
 # Splits of one kv head's tokens. The merge holds all splits at once, and the few missing pages of a kv head fill few tiles.
 MOST_SPLITS, MOST_SPLITS_OF_THE_REST = 64, 8
-CODES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}  # types of keys and values that are codes of 8 bits
 
 
 def attend_pages(
@@ -90,12 +90,12 @@ def attend_rest(
 
 def _block_d(keys: torch.Tensor) -> int:
     """Dimensions in a tile. Of codes they are at least 32 words, because Triton lets all warps make the same product of 16."""
-    return max(128 if keys.dtype in CODES else 1, triton.next_power_of_2(keys.shape[3]))
+    return max(128 if keys.dtype in TYPES else 1, triton.next_power_of_2(keys.shape[3]))
 
 
 def _block_t(queries: torch.Tensor, keys: torch.Tensor) -> int:
     """Tokens in a tile. Codes take the registers of numbers, because they become such."""
-    number = queries if keys.dtype in CODES else keys
+    number = queries if keys.dtype in TYPES else keys
     return max(16, min(64, 16384 // (_block_d(keys) * number.element_size())))
 
 
@@ -131,7 +131,7 @@ def _launch(
     """Attend into outputs and weights as in ``Shares``; weights are None with one split."""
     weights = into[1]
     (batch, num_heads, head_dim), (_, page_size, num_kv_heads, _) = queries.shape, keys.shape
-    group, code, block_t, block_d = num_heads // num_kv_heads, CODES.get(keys.dtype), _block_t(queries, keys), _block_d(keys)
+    group, code, block_t, block_d = num_heads // num_kv_heads, TYPES.get(keys.dtype), _block_t(queries, keys), _block_d(keys)
     if code is not None:
         assert head_dim % 4 == 0, f"codes are read in words of four, expected a head_dim that four divides, got {head_dim}"
         keys, values = keys.view(torch.int32), values.view(torch.int32)

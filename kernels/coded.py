@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What movers of coded KV share: codes as words, and the scales that go with them."""
+"""What kernels of coded KV share: codes as words and as bytes, and the scales that go with them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,32 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_freekv.kernels.kv import Scales
+from sglang_freekv.kernels.kv import FLOAT_CODES, Scales
+
+TYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}  # of codes
 
 
 def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors of 8-bit codes, viewed as 32-bit words along their last axis; tensors of other types as they are."""
     return tuple(tensor.view(torch.int32) if tensor.element_size() == 1 else tensor for tensor in tensors)
+
+
+def as_bytes(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of 8-bit floats, viewed as bytes; tensors of other types as they are. Triton makes no 8-bit float of the 0 of a masked load."""
+    return tuple(tensor.view(torch.int8) if tensor.dtype in FLOAT_CODES else tensor for tensor in tensors)
+
+
+def float_type(tensor: torch.Tensor) -> tl.dtype | None:
+    """The type of 8-bit floats, which ``as_bytes`` hides; None for other tensors."""
+    return TYPES[tensor.dtype] if tensor.dtype in FLOAT_CODES else None
+
+
+@triton.jit
+def numbers(b_x, FLOAT: tl.constexpr):
+    """Elements as they were loaded, in float32. They are bytes of 8-bit floats if ``FLOAT``, their type, is not None."""
+    if FLOAT is not None:
+        b_x = b_x.to(FLOAT, bitcast=True)
+    return b_x.to(tl.float32)
 
 
 def scale_arguments(scales: Scales | None, axes: int) -> tuple[torch.Tensor | int | None, ...]:

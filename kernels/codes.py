@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes: store vectors as they are, or as codes of 8 bits with scales, bit for bit as reference_codes.code_vectors."""
+"""Codes: store vectors as they are, or as codes of 8 bits, bit for bit as reference_codes.code_vectors and code_floats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,32 @@ def store_vectors(p_x, p_scales, b_x, o_x, o_scale, m_x, m_scale):
     if p_scales is not None:
         b_x, b_scale = coded(tl.where(m_x, b_x, 0).to(tl.float32))
         tl.store(p_scales + o_scale, b_scale, mask=m_scale)
+    if p_x.dtype.element_ty == tl.float8e4nv:
+        b_x = floats_of_8_bits(b_x.to(tl.float32), MANTISSA=3, BIAS=7, LARGEST=448.0).to(tl.float8e4nv, bitcast=True)
+    if p_x.dtype.element_ty == tl.float8e5:
+        b_x = floats_of_8_bits(b_x.to(tl.float32), MANTISSA=2, BIAS=15, LARGEST=57344.0).to(tl.float8e5, bitcast=True)
     tl.store(p_x + o_x, b_x, mask=m_x)
+
+
+@triton.jit
+def floats_of_8_bits(b_x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """The bits, as int8, of the 8-bit floats that are nearest to float32 numbers, half to even, and at most ``LARGEST``.
+
+    It is done by hand because Triton's interpreter cuts off where a device rounds. Above the smallest normal number the mantissa is rounded
+    in place, and the exponent changes its bias. Below it a sum with a power of two, whose last bit is worth as much as that of the result, has
+    the result in its last bits.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    NORMAL: tl.constexpr = (128 - BIAS) << 23  # the smallest normal number, as float32
+    ADDED: tl.constexpr = (151 - BIAS - MANTISSA) << 23  # the power of two
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_size = b_bits & 0x7FFFFFFF
+    m_nan = b_size > 0x7F800000
+    b_size = tl.where(m_nan, 0, tl.minimum(b_size, tl.full([], LARGEST, tl.float32).to(tl.int32, bitcast=True)))
+    b_rounded = (b_size - ((127 - BIAS) << 23) + ((1 << (DROPPED - 1)) - 1) + ((b_size >> DROPPED) & 1)) >> DROPPED
+    b_sum = b_size.to(tl.float32, bitcast=True) + tl.full([], ADDED, tl.int32).to(tl.float32, bitcast=True)
+    b_code = tl.where(b_size < NORMAL, b_sum.to(tl.int32, bitcast=True) - ADDED, b_rounded)
+    return (tl.where(m_nan, 0x7F, b_code) | ((b_bits >> 24) & 0x80)).to(tl.int8)
 
 
 @triton.jit

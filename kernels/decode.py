@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.coded import as_bytes, float_type, numbers
 from sglang_freekv.kernels.kv import KV
 from sglang_freekv.kernels.reference_rotation import rotated_together
 from sglang_freekv.kernels.rotation import blocks, signs
@@ -24,8 +25,7 @@ def decode_tokens(kv: KV, rows: torch.Tensor | None, out: KV) -> None:
     block_d = triton.next_power_of_2(head_dim)
     block_r = min(128, DECODED_AT_ONCE // block_d)
     _decode_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
-        kv.keys,
-        kv.values,
+        *as_bytes(kv.keys, kv.values),
         *(kv.scales or (None, None)),
         rows,
         out.keys,
@@ -36,6 +36,7 @@ def decode_tokens(kv: KV, rows: torch.Tensor | None, out: KV) -> None:
         *out.keys.stride()[:2],
         H=num_heads,
         D=head_dim,
+        FLOAT=float_type(kv.keys),
         BLOCK_R=block_r,
         BLOCK_D=block_d,
     )
@@ -59,6 +60,7 @@ def _decode_kernel(
     out_stride_head,
     H: tl.constexpr,
     D: tl.constexpr,
+    FLOAT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -70,8 +72,8 @@ def _decode_kernel(
     if p_rows is not None:
         i_row = tl.load(p_rows + i_token, mask=m_r, other=0).to(tl.int64)
     o_code, m = (i_row * stride_token + i_head * stride_head)[:, None] + o_d, m_r[:, None] & (o_d < D)
-    b_keys = tl.load(p_keys + o_code, mask=m, other=0).to(tl.float32)
-    b_values = tl.load(p_values + o_code, mask=m, other=0).to(tl.float32)
+    b_keys = numbers(tl.load(p_keys + o_code, mask=m, other=0), FLOAT)
+    b_values = numbers(tl.load(p_values + o_code, mask=m, other=0), FLOAT)
     if p_key_scales is not None:
         o_scale = i_row * scale_stride_token + i_head * scale_stride_head
         b_keys *= tl.load(p_key_scales + o_scale, mask=m_r, other=0).to(tl.float32)[:, None]

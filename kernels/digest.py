@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_freekv.kernels.coded import as_bytes, float_type, numbers
 from sglang_freekv.kernels.reference import Box
 
 
@@ -17,7 +18,7 @@ def digest_pages(
     num_heads, head_dim = keys.shape[1:]
     assert keys.stride(2) == 1 and digests.is_contiguous()
     _digest_kernel[(len(host_pages), num_heads)](
-        keys,
+        *as_bytes(keys),
         starts,
         host_pages,
         digests,
@@ -27,6 +28,7 @@ def digest_pages(
         S=page_size,
         D=head_dim,
         BOX=box,
+        FLOAT=float_type(keys),
         BLOCK_S=triton.next_power_of_2(page_size),
         BLOCK_D=triton.next_power_of_2(head_dim),
     )
@@ -46,6 +48,7 @@ def _digest_kernel(
     S: tl.constexpr,
     D: tl.constexpr,
     BOX: tl.constexpr,
+    FLOAT: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -57,7 +60,7 @@ def _digest_kernel(
     o_s, o_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     o_rows = i_head * stride_head + (i_start + o_s[:, None]) * stride_token + o_d[None, :]
     m_s = o_s[:, None] < S
-    b_keys = tl.load(p_keys + o_rows, mask=m_s & (o_d[None, :] < D), other=0).to(tl.float32)
+    b_keys = numbers(tl.load(p_keys + o_rows, mask=m_s & (o_d[None, :] < D), other=0), FLOAT)
     b_max = tl.reduce(tl.where(m_s, b_keys, float("-inf")), 0, larger)
     b_min = tl.reduce(tl.where(m_s, b_keys, float("inf")), 0, smaller)
     if BOX == "cuboid-mean":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV: keys and values as they are stored, and the scales of coded ones."""
+"""KV: keys and values as they are stored, and the scales of those that have some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-LARGEST_CODE = 127  # -128 is no code, so that a number and its negative have codes of one size
+FLOAT_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)  # codes that need no scales
+LARGEST_CODE = 127  # of int8; -128 is no code, so that a number and its negative have codes of one size
 
 
 class Scales(NamedTuple):
@@ -25,8 +26,9 @@ class KV(NamedTuple):
     """Keys and values in token rows or in frames.
 
     Args:
-        keys, values: ``[..., H, D]`` numbers, or int8 codes of them. Keys that are coded are rotated, as by ``reference.rotate``.
-        scales: of codes; None for numbers.
+        keys, values: ``[..., H, D]`` numbers, or codes of them: int8 with scales, or 8-bit floats, as which numbers are rounded. Keys with
+            scales are rotated, as by ``reference.rotate``.
+        scales: of int8 codes; else None.
     """
 
     keys: torch.Tensor

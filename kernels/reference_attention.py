@@ -8,13 +8,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-from sglang_freekv.kernels.kv import Scales
+from sglang_freekv.kernels.kv import FLOAT_CODES, Scales
 from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.kernels.reference_codes import decode_vectors
 from sglang_freekv.kernels.reference_stamps import write_stamp
 from sglang_freekv.kernels.shares import Shares
 
-CODES = (torch.int8, torch.float8_e4m3fn)  # types of 8 bits, which attention does not compute with
+CODES = (torch.int8, *FLOAT_CODES)  # types of 8 bits, which attention does not compute with
 
 
 def attend_pages(

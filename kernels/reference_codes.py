@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specification of KV that is coded in 8 bits; letters and layouts as in ``reference``.
 
-A vector is the key or value of one token and kv head. Its codes are whole numbers from -127 to 127, and a code times its scale is a number again.
+A vector is the key or value of one token and kv head. Its int8 codes are whole numbers from -127 to 127, and a code times its scale is a
+number again. A float of 8 bits is a number of its own, and has no scale.
 """
 
 from __future__ import annotations
@@ -30,6 +31,17 @@ def code_vectors(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     divisors = scales.float()[..., None]
     codes = (numbers / divisors).clamp(-LARGEST_CODE, LARGEST_CODE).round()
     return codes.where(divisors > 0, 0).to(torch.int8), scales
+
+
+def code_floats(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest 8-bit floats, half to even. What is beyond the largest becomes that, infinity too, and NaN stays NaN.
+
+    Args:
+        numbers: of any shape.
+        dtype: one of ``FLOAT_CODES``.
+    """
+    largest = torch.finfo(dtype).max
+    return numbers.float().clamp(-largest, largest).to(dtype)
 
 
 def decode_vectors(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

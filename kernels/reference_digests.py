@@ -19,16 +19,16 @@ def digest_pages(
     """Summarise full pages by a box around their keys.
 
     Args:
-        keys: ``[T, H, D]`` token rows to read.
+        keys: ``[T, H, D]`` token rows to read: numbers, or floats of 8 bits, which are numbers, too.
         starts: ``[N, H]`` row of each page's first token, per kv head.
         host_pages: ``[N]`` host page whose digest is written, -1 to skip.
-        digests: ``[n_page, H, 2, D]`` upper then lower corners, in the dtype of the keys; written in place.
+        digests: ``[n_page, H, 2, D]`` upper then lower corners, in a dtype that holds the keys; written in place.
         page_size: S.
         box: "min-max" is the elementwise max and min (paper section 3.2). "cuboid-mean" (ArkVale, NeurIPS 2024) has the same centre, and
             the keys' mean distance from it as half width. The distances are summed in float64, so the order of the keys does not matter.
     """
     chosen = (host_pages >= 0).nonzero().squeeze(1)
-    pages = gather_pages(keys, starts[chosen], page_size)
+    pages = gather_pages(keys, starts[chosen], page_size).float()
     upper, lower = pages.amax(2), pages.amin(2)
     if box == "cuboid-mean":
         centre = (upper.double() + lower.double()) / 2
@@ -45,7 +45,7 @@ def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.T
 
     Args:
         keys, starts, host_pages, page_size: as in :func:`digest_pages`; D is even.
-        digests: ``[n_page, H, E]`` written in place: the "min-max" box in the dtype of the keys, then ``[S / WORD_TOKENS, D / 2]`` words of
+        digests: ``[n_page, H, E]`` written in place: the "min-max" box in a dtype that holds the keys, then ``[S / WORD_TOKENS, D / 2]`` words of
             32 bits. Bits 2 t and 2 t + 1 of word (w, d) are the code of token WORD_TOKENS * w + t in dimension d. The bits 16 places
             higher are its code in dimension d + D / 2.
     """

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from sglang_freekv.kernels.candidates import Tables
-from sglang_freekv.kernels.kv import Scales
-from sglang_freekv.kernels.reference_codes import code_vectors
+from sglang_freekv.kernels.kv import FLOAT_CODES, Scales
+from sglang_freekv.kernels.reference_codes import code_floats, code_vectors
 
 
 def write_tokens(
@@ -31,9 +31,9 @@ def write_tokens(
         token_rows: ``[T]`` where each token goes.
         last_tokens: ``[B]`` number of each request's last token.
         rows: ``[B]`` row of each request.
-        keys, values: ``[N, H, D]`` token rows, written in place.
+        keys, values: ``[N, H, D]`` token rows, written in place. Floats of 8 bits are saturated, as by ``code_floats``.
         previous_queries: ``[R, Hq, D]`` written in place at ``rows``.
-        scales: ``[N, H]`` of token rows of codes, written in place. New keys arrive rotated then, and queries not.
+        scales: ``[N, H]`` of token rows of int8 codes, written in place. New keys arrive rotated then, and queries not.
 
     Returns:
         ``[B, Hq, D]`` queries of the last tokens.
@@ -66,8 +66,8 @@ def append_tokens(
         page_table: ``[B, P]`` logical page -> host page.
         frames: ``[B, P]`` frame of each logical page, -1 for an absent one.
         tables: pages in slots, and the frames of slots.
-        keys, values: ``[F, S, H, D]`` written in place.
-        scales: ``[F, S, H]`` of frames of codes, written in place. New keys arrive rotated then.
+        keys, values: ``[F, S, H, D]`` written in place. Floats of 8 bits are saturated, as by ``code_floats``.
+        scales: ``[F, S, H]`` of frames of int8 codes, written in place. New keys arrive rotated then.
 
     Returns:
         ``(starts, filled)``. ``starts [B, H]`` is the first token row of the current page in the flattened cache. ``filled [B]`` is the
@@ -94,8 +94,10 @@ def _write_vectors(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
 ) -> None:
-    """Write numbers to ``places`` of keys and values, as codes where there are scales."""
-    if scales is None:
+    """Write numbers to ``places`` of keys and values, as codes if these are of 8 bits."""
+    if keys.dtype in FLOAT_CODES:
+        keys[places], values[places] = (code_floats(numbers, keys.dtype) for numbers in (new_keys, new_values))
+    elif scales is None:
         keys[places], values[places] = new_keys, new_values
     else:
         keys[places], scales.keys[places] = code_vectors(new_keys)

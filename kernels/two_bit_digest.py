@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import WORD_TOKENS
+from sglang_freekv.kernels.coded import as_bytes, float_type, numbers
 from sglang_freekv.kernels.digest import larger, smaller
 
 
@@ -18,7 +19,7 @@ def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.T
     assert head_dim % 2 == 0 and page_size % WORD_TOKENS == 0
     assert keys.stride(2) == 1 and digests.is_contiguous()
     _digest_two_bit[(len(host_pages), num_heads)](
-        keys,
+        *as_bytes(keys),
         starts,
         host_pages,
         digests,
@@ -31,6 +32,7 @@ def digest_two_bit(keys: torch.Tensor, starts: torch.Tensor, host_pages: torch.T
         E=digests.shape[2],
         E_WORDS=words.shape[2],
         WORD=WORD_TOKENS,
+        FLOAT=float_type(keys),
         BLOCK_S=triton.next_power_of_2(page_size),
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
     )
@@ -53,6 +55,7 @@ def _digest_two_bit(
     E: tl.constexpr,
     E_WORDS: tl.constexpr,
     WORD: tl.constexpr,
+    FLOAT: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -67,7 +70,7 @@ def _digest_two_bit(
     p_digest = p_digests + (i_page * H + i_head) * E + o_d
     b_codes = tl.zeros((BLOCK_S, BLOCK_D), tl.int32)
     for half in tl.static_range(2):  # the dimensions in a word's low bits, then those in its high bits
-        b_keys = tl.load(p_half + half * (D // 2), mask=m_s & m_d[None, :], other=0).to(tl.float32)
+        b_keys = numbers(tl.load(p_half + half * (D // 2), mask=m_s & m_d[None, :], other=0), FLOAT)
         b_upper = tl.reduce(tl.where(m_s, b_keys, float("-inf")), 0, larger)
         b_lower = tl.reduce(tl.where(m_s, b_keys, float("inf")), 0, smaller)
         b_above, b_span = 6 * (b_keys - b_lower[None, :]), (b_upper - b_lower)[None, :]

@@ -28,7 +28,8 @@ TAIL = """
 | `--max-total-tokens TOKENS` | Tokens of KV in host memory, at most. |
 | `--max-running-requests N` | Rows: requests that decode at once, at most. Each has tables on the device, and is promised frames for the device cache. |
 | `--mem-fraction-static SHARE` | Device memory for weights and KV pools. |
-| `--context-length TOKENS` | Longest request. Two staging buffers of that length are on the device, and with `--freekv-kv-dtype int8` room for one layer of it decoded. A prefill batch that finds no room in frames, prefix hits included, fits one of them, and with int8 every batch does; the others wait. |
+| `--context-length TOKENS` | Longest request. Two staging buffers of that length are on the device, and with KV in 8 bits room for one layer of it decoded. A prefill batch that finds no room in frames, prefix hits included, fits one of them, and with 8 bits every batch does; the others wait. |
+| `--kv-cache-dtype TYPE` | `fp8_e4m3` or `fp8_e5m2` stores KV as 8-bit floats, in host memory, frames, dense and window layers ([when](tuning.md#sglangs-fp8)). `auto` and `bf16` store the model's type. Others are refused. |
 
 ## Other ways to set them
 - A `--config` file takes the same names.

@@ -10,7 +10,7 @@ from math import ceil, floor
 from sglang_freekv.config import GIB, Refusal
 from sglang_freekv.launch.finding import Finding, size
 from sglang_freekv.launch.plan import CODED, MOST_HOST_SHARE, Plan, most_that
-from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.options import NAMES, Options, config_from, with_kv_cache_dtype
 
 SMALLEST = "fast"  # the preset whose digests take the least device memory
 
@@ -153,7 +153,7 @@ def _with_smallest_preset(plan: Plan) -> Plan | None:
     given = {flag: value for flag, value in plan.question.typed.items() if flag in NAMES}
     try:
         asked = Options(**given | {"kv_retrieval": plan.config.method, "freekv_preset": SMALLEST})
-        config = config_from(asked, plan.question.server.page_size)
+        config = with_kv_cache_dtype(config_from(asked, plan.question.server.page_size), plan.question.server.kv_cache_dtype)
     except Refusal:
         return None
     other = replace(plan, question=replace(plan.question, config=config))

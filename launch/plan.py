@@ -183,8 +183,8 @@ class Plan:
         return device > 0 and any(self.footprint.fit(count, host, device, limit, running) for limit in {most, most or needed})
 
     def with_codes(self) -> Plan | None:
-        """The plan with KV in int8; None if that is what it has, or if the server would refuse it."""
-        if self.config.kv_dtype != FreeKVConfig().kv_dtype:
+        """The plan with KV in int8; None if its KV has 8 bits already, or if the server would refuse it."""
+        if self.config.is_coded:
             return None
         try:
             other = replace(self, question=replace(self.question, config=replace(self.config, kv_dtype=CODED)))

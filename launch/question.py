@@ -93,7 +93,7 @@ class Question:
             raise Refusal("--json-model-override-args: expected a JSON object; use for example '{\"rope_scaling\": {...}}'")
         own = {name: getattr(asked, name) for name in freekv.NAMES}
         own["kv_retrieval"] = asked.kv_retrieval or "freekv"
-        config = freekv.config_from(freekv.Options(**own), server.page_size)
+        config = freekv.with_kv_cache_dtype(freekv.config_from(freekv.Options(**own), server.page_size), server.kv_cache_dtype)
         gpu = cards.memory_and_link(asked.gpu) if asked.gpu is not None else None
         return cls(
             checkpoint=None if asked.model_path is None else Checkpoint.find(asked.model_path),

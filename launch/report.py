@@ -182,7 +182,7 @@ def _facts(plan: Plan) -> Iterator[Finding]:
     model, config = plan.model, plan.config
     shape = model.kv_shape(config)
     dtype = str(model.dtype).removeprefix("torch.")
-    dtype += f" with retrieved KV in {config.kv_dtype}" if config.is_coded else ""
+    dtype += f" with {'retrieved ' * config.has_scales}KV in {config.kv_dtype}" if config.is_coded else ""
     windows = f", {shape.layers.near} window" if shape.layers.near else ""
     value = (
         f"{model.name}, {shape.retrieval_layers} retrieved{windows} and {shape.dense_layers} dense layers, {shape.query_heads} query heads, "
@@ -244,6 +244,8 @@ def _recall(plan: Plan) -> Iterator[Finding]:
 def _unchecked(plan: Plan) -> Iterator[str]:
     if not plan.model.is_tested:
         yield f"{plan.model.name}: the server's rules let it pass, and this project's tests have not run it"
+    if plan.config.is_coded and not plan.config.has_scales and plan.on_gpu:
+        yield f"--kv-cache-dtype {plan.config.kv_dtype} on a GPU: this project's tests have not run it there"
     if plan.weight_bytes is None:
         yield "whether the weights fit: their size is not known"
     if plan.hardware.device == "cuda" and plan.hardware.gpu_bytes is None:

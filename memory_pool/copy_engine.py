@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from sglang_freekv.kernels import Misses
+from sglang_freekv.kernels.kv import FLOAT_CODES
 
 
 class CopyEngineRecall:
@@ -23,7 +24,7 @@ class CopyEngineRecall:
     """
 
     def __init__(self, unit_shape: tuple[int, ...], dtype: torch.dtype, device: str, buffer_units: int = 64) -> None:
-        self.buffers = [torch.empty((buffer_units, *unit_shape), dtype=dtype, device=device) for _ in range(2)]
+        self.buffers = [torch.empty((buffer_units, *unit_shape), dtype=_bytes_for(dtype), device=device) for _ in range(2)]
         self.on_gpu = torch.device(device).type == "cuda"
         if self.on_gpu:
             self.copies = torch.cuda.Stream(device)
@@ -33,6 +34,7 @@ class CopyEngineRecall:
         self, host_pool: torch.Tensor, misses: Misses, keys: torch.Tensor, values: torch.Tensor, programs: int = 0, closely: bool = False
     ) -> None:
         """As ``kernels.recall_pages``; ``programs`` and ``closely`` have no effect."""
+        host_pool, keys, values = (tensor.view(_bytes_for(tensor.dtype)) for tensor in (host_pool, keys, values))
         host_pages, heads, frames = (column.long() for column in misses.columns())
         units = list(zip(host_pages.tolist(), heads.tolist()))
         size = len(self.buffers[0])
@@ -61,3 +63,8 @@ class CopyEngineRecall:
         if self.on_gpu:
             torch.cuda.current_stream().wait_stream(self.copies)
         return buffer[: len(units)]
+
+
+def _bytes_for(dtype: torch.dtype) -> torch.dtype:
+    """int8 for floats of 8 bits, which PyTorch does not move among indices everywhere; other types as they are."""
+    return torch.int8 if dtype in FLOAT_CODES else dtype

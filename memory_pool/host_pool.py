@@ -127,7 +127,8 @@ class HostPool:
             RuntimeError: the padding page is not all zeros.
         """
         for index in range(len(self.layers)):
-            if any(layers[index][0].count_nonzero() for layers in (self.layers, self.scales) if layers):
+            written = (layers[index][0].contiguous().view(torch.uint8) for layers in (self.layers, self.scales) if layers)
+            if any(each.count_nonzero() for each in written):  # of bytes, because PyTorch counts no floats of 8 bits
                 raise RuntimeError(
                     f"host pool, retrieval layer {index}: padding page 0 was written, expected all zeros; restart the server"
                 )

@@ -61,7 +61,12 @@ class KVShape:
 
     @property
     def dense_token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one dense layer, window layer, or layer of stock SGLang: of the computed type."""
+        """Bytes of one token's keys and values in one dense layer, window layer, or layer of stock SGLang."""
+        return 2 * self.kv_heads * self.head_dim * self.format.stock.itemsize
+
+    @property
+    def computed_token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer as attention computes with them."""
         return 2 * self.kv_heads * self.head_dim * self.format.compute.itemsize
 
 
@@ -149,8 +154,7 @@ class Sizing:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch to which an extend decodes the context of one layer; 0 if KV is stored as it is computed with."""
-        storage, compute, _ = self.shape.format
-        return 0 if storage == compute else self.context_len * self.shape.dense_token_bytes
+        return self.context_len * self.shape.computed_token_bytes if self.shape.format.is_coded else 0
 
     @property
     def row_window_bytes(self) -> int:

@@ -479,6 +479,12 @@ SCHEDULER_ON_CPU = (
         due=START,
     ),
     Patch(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure", "self pre_model_load_memory", AROUND,
+        "cpu:configure_pools",
+        "SGLang refuses fp8 KV on a CPU without AMX, which its own attention needs for it",
+        since="0.5.22", due=START,
+    ),
+    Patch(
         "torch.get_device_module", "device", AROUND, "linear_attention:device_module",
         "a PyTorch that was built for CUDA names CUDA's current device, on which models put the norm behind linear attention",
     ),

@@ -109,6 +109,27 @@ def most_ranks() -> int:
     return len(get_cpu_ids_by_node() if named == "all" else named.split("|"))
 
 
+def configure_pools(original, configurator, **options):
+    """AROUND the making of the pools: let KV in floats of 8 bits be without AMX, which SGLang's own attention on a CPU needs for it.
+
+    FreeKV's attention there and PyTorch's, which computes dense layers, decode such KV themselves.
+    """
+    if configurator.kv_cache_dtype != torch.float8_e4m3fn:
+        return original(configurator, **options)
+    asked = vars(importlib.import_module(type(configurator).__module__))
+    kept = {name: asked[name] for name in ("cpu_has_amx_support", "attention_backends")}
+
+    def backends_of_amx() -> tuple[str]:
+        asked["attention_backends"] = kept["attention_backends"]  # others ask, too, but later
+        return ("intel_amx",)
+
+    asked |= {"cpu_has_amx_support": lambda: True, "attention_backends": backends_of_amx}
+    try:
+        return original(configurator, **options)
+    finally:
+        asked |= kept
+
+
 def without_nccl(original, *args, **kwargs):
     """AROUND the making of a group of ranks: they talk by gloo alone."""
     return original(*args, **(kwargs | {"use_pynccl": False}))

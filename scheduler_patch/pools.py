@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal
 from sglang_freekv.kv_pool import FreeKVPool
 from sglang_freekv.memory_pool import host_memory
+from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape, Sizing
 from sglang_freekv.scheduler_patch.arguments import config_of, resolved
 from sglang_freekv.scheduler_patch.model_kv import kv_shape
@@ -33,12 +34,11 @@ def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_
         Refusal: the checkpoint asks for another KV dtype, or host or device memory is too small.
     """
     config, settings = config_of(configurator.server_args), resolved(configurator.server_args)
-    found, expected = configurator.kv_cache_dtype, configurator.model_config.dtype
+    found, expected = configurator.kv_cache_dtype, KVFormat.of(config.kv_dtype, configurator.model_config.dtype).stock
     if found != expected:  # a checkpoint may ask for it in a file that SGLang has not read before
         raise Refusal(
-            f"--kv-cache-dtype {settings.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected "
-            f"{_typed(expected)}, the model's, in which FreeKV computes; use --kv-cache-dtype bf16, with --freekv-kv-dtype int8 for 8 bits, "
-            "or --kv-retrieval none"
+            f"--kv-cache-dtype {settings.kv_cache_dtype}: SGLang takes {_typed(found)} for this checkpoint, expected {_typed(expected)}, which "
+            "FreeKV stores by that flag; use --kv-cache-dtype fp8_e4m3 or bf16, or --kv-retrieval none"
         )
     expect_one_file(config)
     sizing = _sizing(configurator)

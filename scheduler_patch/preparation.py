@@ -14,7 +14,7 @@ from sglang_freekv import releases, scheduler_patch
 from sglang_freekv.config import BACKEND_NAME, GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.flag import PAGE
 from sglang_freekv.memory_pool import host_memory
-from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.options import NAMES, Options, config_from, with_kv_cache_dtype
 from sglang_freekv.scheduler_patch import cpu, refusals, refused_flags, registry, trees
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ def prepare(options: Options, asked: SimpleNamespace) -> tuple[FreeKVConfig, dic
     page_size = None if asked.page_size is None else PAGE.read("page_size", asked.page_size)
     config = config_from(options, page_size)
     refused_flags.refuse_flags(asked)
+    config = with_kv_cache_dtype(config, asked.kv_cache_dtype)
     _warn_of_tau(config)
     config = _with_host_memory(config, asked)
     settings = {"device": asked.device, "page_size": config.page_size, "attention_backend": BACKEND_NAME}

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 
 from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS, WINDOWS_ON_BOTH_RELEASES
-from sglang_freekv.config import BACKEND_NAME, GIB, ROTATED_TOGETHER, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, GIB, ROTATED_TOGETHER, SGLANG_FP8, WORD_CODES, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
@@ -118,11 +118,30 @@ RESOLVED_RULES = (
     ),
     Rule(
         lambda s, m, c: s.kv_cache_dtype == "auto" and _fp8_checkpoint(m),
-        "--kv-cache-dtype auto: this checkpoint asks for fp8, which FreeKV does not store; use --kv-cache-dtype bf16, with --freekv-kv-dtype "
-        "int8 for 8 bits",
+        "--kv-cache-dtype auto: this checkpoint asks for fp8, and FreeKV expects that flag to name what it stores; use --kv-cache-dtype fp8_e4m3, "
+        "or bf16, with --freekv-kv-dtype int8 for other codes of 8 bits",
     ),
     Rule(
-        lambda s, m, c: c.is_coded and m.head_dim % ROTATED_TOGETHER,
+        lambda s, m, c: s.device == "cpu" and c.kv_dtype == "fp8_e5m2",
+        "--kv-cache-dtype fp8_e5m2: SGLang does not serve it with --device cpu; use --kv-cache-dtype fp8_e4m3 or auto",
+    ),
+    Rule(
+        lambda s, m, c: s.device == "cuda" and c.kv_dtype == "fp8_e4m3" and _lacks_e4m3(),
+        "--kv-cache-dtype fp8_e4m3: expected a GPU of compute capability 8.9 or more, which converts these floats, found one of less; use "
+        "--kv-cache-dtype auto, with --freekv-kv-dtype int8 for 8 bits",
+    ),
+    Rule(
+        lambda s, m, c: c.kv_dtype in SGLANG_FP8 and getattr(s, "quantization_param_path", None) is not None,
+        "--quantization-param-path: expected none, because SGLang divides KV by these scales and its attention does not multiply by them; use "
+        "a checkpoint that has the scales, or leave it out",
+    ),
+    Rule(
+        lambda s, m, c: c.kv_dtype in SGLANG_FP8 and m.head_dim % WORD_CODES,
+        "--kv-cache-dtype {c.kv_dtype}: expected a head_dim of a multiple of 4, because codes are read in words of four, but the model's is "
+        "{m.head_dim}; use --kv-cache-dtype auto",
+    ),
+    Rule(
+        lambda s, m, c: c.is_rotated and m.head_dim % ROTATED_TOGETHER,
         "--freekv-kv-dtype {c.kv_dtype}: expected a head_dim of a multiple of 8, because keys are rotated in blocks of 8 dimensions or more, but "
         "the model's is {m.head_dim}; leave it out",
     ),
@@ -284,6 +303,11 @@ def _backends(settings) -> tuple[str, str]:
 def _is_on(name: str) -> bool:
     """Whether an environment variable of SGLang's is on; False where the release does not know it."""
     return getattr(envs, name).get() if hasattr(envs, name) else False
+
+
+def _lacks_e4m3() -> bool:
+    """Whether this machine's GPU is older than those that Triton makes floats of this type for. Without one the doctor asks."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 
 
 def _fp8_checkpoint(model) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from sglang_freekv.config import BACKEND_NAME, Refusal, typed
+from sglang_freekv.config import BACKEND_NAME, SGLANG_FP8, Refusal, typed
 
 OFF = "or use --kv-retrieval none"
 ONE_RANK = f"it spreads the tokens of a request over ranks, and FreeKV selects among all of them on one; use --tp-size, {OFF}"
@@ -46,8 +46,8 @@ FLAGS = (
     Flag("enable_amd_monokernel", (False,), ONE_KERNEL),
     Flag(
         "kv_cache_dtype",
-        ("auto", "bf16", "bfloat16"),
-        "FreeKV stores KV in the model's type, or in 8 bits by a flag of its own; use --kv-cache-dtype auto, with --freekv-kv-dtype int8 for 8 bits",
+        ("auto", "bf16", "bfloat16", *SGLANG_FP8),
+        "FreeKV stores KV in the model's type or in 8 bits; use --kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2, or auto with --freekv-kv-dtype int8",
     ),
     Flag("speculative_algorithm", (None,), f"it verifies several tokens at once, and FreeKV retrieves pages for one; leave it out, {OFF}"),
     Flag("disaggregation_mode", ("null",), ON_HOST),

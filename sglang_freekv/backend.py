@@ -17,7 +17,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context
 from sglang.srt.utils.common import is_hopper_with_cuda_12_3
 
 from sglang_freekv.batch import DecodeBatch
-from sglang_freekv.config import Refusal
+from sglang_freekv.config import SGLANG_FP8, Refusal
 from sglang_freekv.cpu_attention import WindowedAttention
 from sglang_freekv.kv_pool import FreeKVPool, pool_of
 from sglang_freekv.layers import LayerKind
@@ -50,7 +50,7 @@ class FreeKVAttnBackend(AttentionBackend):
         pool.residency = self.residency
         layers = sorted(_attention_layers(model_runner.model), key=lambda layer: layer.layer_id)
         _check_layers(layers, pool)
-        self.scales = [layer.scaling for layer in layers if layer.layer_id in pool.retrieval_index]
+        self.scales = [layer.scaling * self._factors(layer)[0] for layer in layers if layer.layer_id in pool.retrieval_index]
         self.dense = _stock_backend(model_runner)
         self.batch: DecodeBatch | None = None
         self.page_table: torch.Tensor | None = None
@@ -180,8 +180,20 @@ class FreeKVAttnBackend(AttentionBackend):
             return torch.zeros_like(q).reshape(q.shape[0], -1)
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         keys, values = (x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v))
-        output = retrieve(index, queries, keys, values, self.batch, layer.scaling, learned_sinks=options.get("sinks"))
-        return output.reshape(q.shape[0], -1)
+        of_keys, of_values = self._factors(layer)
+        if (of_keys, of_values) != (1, 1):
+            keys, values = keys / layer.k_scale, values / layer.v_scale
+        output = retrieve(index, queries, keys, values, self.batch, layer.scaling * of_keys, learned_sinks=options.get("sinks"))
+        return (output if of_values == 1 else output * of_values).reshape(q.shape[0], -1)
+
+    def _factors(self, layer: RadixAttention) -> tuple[float, float]:
+        """A checkpoint's scales of a layer: what stored keys and values in floats of 8 bits are multiplied by. They are 1 without.
+
+        Logits are multiplied by that of keys, so scores, learned sinks and attention see those of the model. SGLang divides by its tensors.
+        """
+        if self.token_to_kv_pool.config.kv_dtype not in SGLANG_FP8 or layer.k_scale_float is None:
+            return 1.0, 1.0
+        return layer.k_scale_float, layer.v_scale_float
 
     def support_triton(self) -> bool:
         return self.dense.support_triton()
@@ -191,14 +203,14 @@ def _stock_backend(model_runner: ModelRunner) -> AttentionBackend:
     """What computes dense and window layers.
 
     SGLang's FlashInfer knows no learned sinks, and lets the window layers of prompts without a prefix attend to everything before
-    (``extend_no_prefix``). FlashAttention 3 on Hopper and Triton do what the model says.
+    (``extend_no_prefix``). FlashAttention 3 on Hopper and Triton do what the model says. Of these Triton alone reads e5m2.
     """
     has_windows = isinstance(model_runner.token_to_kv_pool, WindowedPool)
     if model_runner.device == "cpu" and has_windows:
         return WindowedAttention(model_runner)
     on_gpu = "flashinfer"
     if has_windows or model_runner.model_config.has_attention_sinks:
-        on_gpu = "fa3" if is_hopper_with_cuda_12_3() else "triton"
+        on_gpu = "fa3" if is_hopper_with_cuda_12_3() and model_runner.kv_cache_dtype != torch.float8_e5m2 else "triton"
     return ATTENTION_BACKENDS["torch_native" if model_runner.device == "cpu" else on_gpu](model_runner)
 
 

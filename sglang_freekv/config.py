@@ -24,6 +24,9 @@ MOST_NATS = 10.0  # of hysteresis; e^10 is 22,026 times the weight
 RECALLS = ("zero-copy", "copy-engine")
 HOST_LAYOUTS = ("hnd", "nhd")
 KV_DTYPES = ("auto", "int8")
+SGLANG_FP8 = ("fp8_e4m3", "fp8_e5m2")  # values of SGLang's --kv-cache-dtype
+STORED_DTYPES = KV_DTYPES + SGLANG_FP8
+WORD_CODES = 4  # codes of 8 bits in a word, in which attention and movers read them
 ROTATED_TOGETHER = 8  # a head_dim is divided by this, so that keys are rotated in blocks of so many dimensions or more
 MOST_STEPS = (1 << 31) - 1  # from one timed step to the next
 CANARIES = {"off": 0, "sample": 16, "full": 1}  # one unit in so many is examined; 0 examines none
@@ -73,7 +76,8 @@ class FreeKVConfig:
         page_size: tokens per page, SGLang's ``--page-size``.
         recall: one of ``RECALLS``: how missing units are copied from the host pool.
         host_layout: one of ``HOST_LAYOUTS``: order of a page's axes in host memory.
-        kv_dtype: one of ``KV_DTYPES``: how the KV of retrieval layers is stored. auto is the model's dtype.
+        kv_dtype: one of ``STORED_DTYPES``: how the KV of retrieval layers is stored. auto is the model's dtype. Those of ``SGLANG_FP8`` come
+            from SGLang's own flag, and are the type of dense and window layers, too.
         canary: a key of ``CANARIES``: how many of the units that come back from the host pool are compared with their checksums.
         recall_timing: recall is timed in one decode step of so many; 0 times none.
         preset: a key of ``PRESETS``, from which settings were taken that the user did not give; None if none was. Told, and not used.
@@ -212,7 +216,7 @@ class FreeKVConfig:
 
     def _check_choices(self) -> None:
         choices = {"digest": DIGESTS, "pooling": POOLINGS, "selection": SELECTIONS, "recall": RECALLS, "host-layout": HOST_LAYOUTS}
-        choices |= {"kv-dtype": KV_DTYPES, "canary": tuple(CANARIES)}
+        choices |= {"kv-dtype": KV_DTYPES if self.kv_dtype not in SGLANG_FP8 else SGLANG_FP8, "canary": tuple(CANARIES)}
         for name, allowed in choices.items():
             if (value := getattr(self, name.replace("-", "_"))) not in allowed:
                 raise Refusal(f"--freekv-{name} {value}: expected one of {', '.join(allowed)}; use {allowed[0]}")
@@ -226,7 +230,7 @@ class FreeKVConfig:
                 f"--freekv-digest two-bit: expected pages of a multiple of {WORD_TOKENS} tokens, but --page-size is {self.page_size}; "
                 f"use --page-size {WORD_TOKENS}, or --freekv-digest cuboid-mean"
             )
-        if self.is_coded:
+        if self.has_scales:
             self._check_movers_of_codes()
 
     def _check_movers_of_codes(self) -> None:
@@ -265,8 +269,18 @@ class FreeKVConfig:
 
     @property
     def is_coded(self) -> bool:
-        """Whether the KV of retrieval layers is stored as codes with scales."""
+        """Whether the KV of retrieval layers is stored in 8 bits."""
+        return self.kv_dtype != "auto"
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is stored as codes with scales."""
         return self.kv_dtype == "int8"
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether its keys are rotated, and the queries that meet them. Keys with scales are, so that no dimension takes all of a scale."""
+        return self.has_scales
 
     @property
     def pages(self) -> PageBudget:

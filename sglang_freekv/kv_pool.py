@@ -75,7 +75,7 @@ class FreeKVPool(MHATokenToKVPool):
         super().__init__(
             size=size,
             page_size=config.page_size,
-            dtype=shape.format.compute,
+            dtype=shape.format.stock,
             head_num=shape.kv_heads,
             head_dim=shape.head_dim,
             layer_num=len(shape.layers.kinds),
@@ -89,7 +89,7 @@ class FreeKVPool(MHATokenToKVPool):
         tokens = {LayerKind.DENSE: self.size + self.page_size}
         buffers = [
             [
-                torch.zeros((tokens.get(kind, 0), self.head_num, width), dtype=self.dtype, device=self.device)
+                torch.zeros((tokens.get(kind, 0), self.head_num, width), dtype=self.store_dtype, device=self.device)
                 for kind in self.shape.layers.kinds
             ]
             for width in (self.head_dim, self.v_head_dim)
@@ -106,7 +106,7 @@ class FreeKVPool(MHATokenToKVPool):
         self.planner = ExtendPlanner(streams.transfers, self.page_size)
         recall: Recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
-            recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.dtype, self.device)
+            recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.shape.format.storage, self.device)
         on_gpu = torch.device(self.device).type == "cuda"
         heads = (self.shape.query_heads, self.head_num, self.head_dim)
         compute = self.shape.format.compute
@@ -115,7 +115,7 @@ class FreeKVPool(MHATokenToKVPool):
             plain = FlashInferExtend(*heads, compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)
         attention: ExtendAttention = plain
         self.scratch_bytes = 0
-        if self.config.is_coded:
+        if self.shape.format.is_coded:
             attention = coded = CodedExtend(plain, (self.staging_tokens, *heads[1:]), compute, self.page_size, self.device)
             self.scratch_bytes = coded.num_bytes
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
@@ -207,7 +207,7 @@ class FreeKVPool(MHATokenToKVPool):
             f"rows for {self.num_rows} requests, {self.longest_requests} of the longest context; "
             f"prefix staging {gib['staging_bytes']} for contexts of {self.staging_tokens} tokens; "
             f"digests {gib['digest_bytes']}; dense layers {facts['dense_layers']} {gib['dense_bytes']}"
-            + ("; KV in int8 with scales" if config.is_coded else "")
+            + (f"; KV in {config.kv_dtype}{' with scales' if config.has_scales else ''}" if config.is_coded else "")
             + (f"; hysteresis {config.hysteresis:g}" if config.hysteresis else "")
             + ("; selection on turn" if config.selects_on_turn else "")
             + (f"; canary {config.canary}" if config.canary != "off" else "")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from sglang_freekv.config import (
     POOLINGS,
     RECALLS,
     SELECTIONS,
+    SGLANG_FP8,
     FreeKVConfig,
     Refusal,
 )
@@ -174,7 +176,8 @@ FLAGS = {
         "larger than the others. It takes about half of the host memory, of the bytes recalled and of the frames. Attention computes in "
         "the model's type. Every chunk of a prefill decodes its context, layer by layer, and new KV has to be coded. Use it where host "
         "memory or the link to the host is short. Dense layers, window layers and digests keep the model's type. It takes a head_dim of "
-        "a multiple of 8. --freekv-recall copy-engine and --freekv-host-layout nhd refuse it.",
+        "a multiple of 8. --freekv-recall copy-engine and --freekv-host-layout nhd refuse it. SGLang's --kv-cache-dtype fp8_e4m3 or fp8_e5m2, "
+        "which stores all layers in 8-bit floats, is another way, and goes with auto alone.",
     ),
     "freekv_canary": Flag(
         "canary",
@@ -224,6 +227,22 @@ def config_from(options: Options, page_size: int | None) -> FreeKVConfig:
     """
     _refuse_page_size(options, page_size)
     return _config(options, page_size)
+
+
+def with_kv_cache_dtype(config: FreeKVConfig, kv_cache_dtype: str | None) -> FreeKVConfig:
+    """``config`` with KV in the floats of 8 bits that SGLang's ``--kv-cache-dtype`` asks for; as it is if that asks for none.
+
+    Raises:
+        Refusal: codes of FreeKV's own are asked for, too.
+    """
+    if kv_cache_dtype not in SGLANG_FP8:
+        return config
+    if config.is_coded:
+        raise Refusal(
+            f"--freekv-kv-dtype {config.kv_dtype}: expected auto with --kv-cache-dtype {kv_cache_dtype}, because each of them says how KV is "
+            "stored in 8 bits; leave one of them out"
+        )
+    return replace(config, kv_dtype=kv_cache_dtype)
 
 
 def _refuse_page_size(options: Options, page_size: int | None) -> None:
@@ -287,6 +306,10 @@ def _config(options: Options, page_size: int | None) -> FreeKVConfig:
     settings = {flag.setting: value for name, flag in FLAGS.items() if (value := _read(options, name)) is not None}
     if page_size is not None:
         settings["page_size"] = page_size
+    if (stored := settings.get("kv_dtype")) in SGLANG_FP8:
+        raise Refusal(
+            f"--freekv-kv-dtype {stored}: expected one of {', '.join(KV_DTYPES)}; use --kv-cache-dtype {stored}, which is SGLang's"
+        )
     if settings.keys() >= {"tau", "tau_by_layer"}:
         raise Refusal(
             f"--freekv-tau {settings['tau']:g}: expected none beside --freekv-tau-by-layer, which has one for each layer; leave it out"

@@ -59,7 +59,7 @@ class Retrieval(Engine):
         """
         self.complete_transfers(layer)
         step = DecodeStep(self, layer, queries, keys, values, batch, scale, learned_sinks=learned_sinks)
-        without = [work for work, wanted in (("verify", self.canary is not None), ("rotate", self.config.is_coded)) if not wanted]
+        without = [work for work, wanted in (("verify", self.canary is not None), ("rotate", self.config.is_rotated)) if not wanted]
         schedule.run(step, self.streams, self.in_flight[layer], without, on_turn=self.config.selects_on_turn)
         return step.finish()
 

@@ -18,7 +18,7 @@ from sglang_freekv.kernels.extend import ReferenceExtend
 from sglang_freekv.layer_taus import LayerTaus
 from sglang_freekv.layers import LayerTable
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
-from sglang_freekv.memory_pool.kv_format import KVFormat
+from sglang_freekv.memory_pool.kv_format import FLOATS_OF_8_BITS, KVFormat
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Streams
@@ -45,7 +45,7 @@ class Request:
     speculative: dict = field(default_factory=dict)
     selected_with: dict = field(default_factory=dict)  # position of the query of each kv head's last selection, on turn
     learned_sinks: torch.Tensor | None = None  # [LAYERS, HEADS * GROUP]
-    coded: bool = False
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         def walk(heads: int) -> torch.Tensor:
@@ -53,14 +53,17 @@ class Request:
             return 0.6 * steps + torch.randn(LAYERS, 1, heads, DIM, generator=self.generator)
 
         self.q, self.k, self.v = walk(HEADS * GROUP), walk(HEADS), walk(HEADS)
-        if self.coded:  # numbers of few bits, whose sums are exact: a rotation in any order gives them the same codes
+        if self.kv_dtype == "int8":  # numbers of few bits, whose sums are exact: a rotation in any order gives them the same codes
             self.k, self.v = (torch.round(numbers * 1024) / 1024 for numbers in (self.k, self.v))
         self.store()
 
     def store(self) -> None:
         """Find what becomes of the keys and values in memory: ``stored``, which has scales behind codes, and what attention sees."""
         self.stored, self.seen_k, self.seen_v = (self.k, self.v), self.k, self.v
-        if self.coded:
+        if floats := FLOATS_OF_8_BITS.get(self.kv_dtype):
+            self.stored = tuple(numbers.to(floats) for numbers in (self.k, self.v))  # none of which is near the largest
+            self.seen_k, self.seen_v = (codes.float() for codes in self.stored)
+        if self.kv_dtype == "int8":
             codes, scales = zip(coded(turned(self.k)), coded(self.v))
             self.stored = *codes, *scales
             keys, self.seen_v = (code * scale.float()[..., None] for code, scale in zip(codes, scales))
@@ -191,7 +194,7 @@ class Engine:
         )
         recall = kernels.recall_pages
         if config.recall == "copy-engine":
-            recall = CopyEngineRecall((2, config.page_size, DIM), torch.float32, device, buffer_units=3)
+            recall = CopyEngineRecall((2, config.page_size, DIM), shape.format.storage, device, buffer_units=3)
         attention = ReferenceExtend()
         if config.is_coded:
             attention = CodedExtend(attention, (500, HEADS, DIM), torch.float32, config.page_size, device)
@@ -210,7 +213,7 @@ class Engine:
     def admit(self, prompt: int, total: int, row: int) -> Request:
         count = total // self.config.page_size + 2
         pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
-        return Request(prompt, total, row, pages, self.generator, learned_sinks=self.learned_sinks, coded=self.config.is_coded)
+        return Request(prompt, total, row, pages, self.generator, learned_sinks=self.learned_sinks, kv_dtype=self.config.kv_dtype)
 
     def _tensors(self, requests: list[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(request.pages) for request in requests)
@@ -426,6 +429,32 @@ CONFIGS = {
         device_cache_tokens=112,
         digest="two-bit",
         kv_dtype="int8",
+    ),
+    "fp8": FreeKVConfig(
+        budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), kv_dtype="fp8_e4m3", canary="full"
+    ),
+    "fp8-e5m2-slack-nhd": FreeKVConfig(
+        budget_tokens=80,
+        sink_tokens=16,
+        window_tokens=32,
+        page_size=16,
+        tau=0.6,
+        dense_layers=(),
+        device_cache_tokens=112,
+        digest="min-max",  # floats of 8 bits are often half way between the levels of two bits, where these loops round otherwise
+        host_layout="nhd",
+        kv_dtype="fp8_e5m2",
+    ),
+    "fp8-on-turn-copy-engine": FreeKVConfig(
+        budget_tokens=40,
+        sink_tokens=8,
+        window_tokens=8,
+        page_size=4,
+        tau=0.6,
+        dense_layers=(),
+        selection="on-turn",
+        recall="copy-engine",
+        kv_dtype="fp8_e4m3",
     ),
     "canary": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=(), canary="full"),
     "louiskv": FreeKVConfig("louiskv", budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),

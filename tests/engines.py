@@ -30,7 +30,7 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
             ones. In place of the prompts there may be ``requests``, keyword arguments of ``Engine.generate``, which are answered one after
             the other; and ``aborted``, the same with ``tokens``, behind which each of them is aborted. What each of these has said in the
             end follows the answers, and then what the scheduler holds of the KV. With ``retract_every`` one of several requests is
-            retracted every so many passes.
+            retracted every so many passes. ``kv_scales`` are those of keys and values that all layers have, as by a checkpoint.
         directory: for the log and the answers of each job.
         environment: variables for all of them.
 
@@ -57,6 +57,8 @@ def serve(job: dict[str, Any], answers: Path) -> None:
         serve_states("kv_retrieval" in job["engine"])
     if job.get("has_sinks") and "kv_retrieval" not in job["engine"]:
         serve_windows()
+    if "kv_scales" in job:
+        have_scales(*job["kv_scales"])
     if "retract_every" in job:
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, job["retract_every"]
     engine = sglang.Engine(**job["engine"])
@@ -108,6 +110,20 @@ def serve_states(retrieves: bool) -> None:
     hooks = [patch for patch in FRONT + SCHEDULER_ON_CPU if patch.hook.startswith("linear_attention:")]
     registry.apply(hooks)
     linear_attention._device.set("cpu")
+
+
+def have_scales(*scales: float) -> None:
+    """Have every attention layer scales of keys and values, as SGLang loads them from a checkpoint. It takes such a one in 16 bits alone."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    init = RadixAttention.__init__
+
+    def with_scales(layer, *args, **kwargs) -> None:
+        init(layer, *args, **kwargs)
+        layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(scale), requires_grad=False) for scale in scales)
+        layer.k_scale_float, layer.v_scale_float = scales
+
+    RadixAttention.__init__ = with_scales
 
 
 def serve_windows() -> None:

@@ -73,7 +73,7 @@ def engine_of(*, context: int, rows: int, pages: int, resident: int, settings: d
     frames = (rows + 1) * config.cache_pages + resident
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=frames)
     residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32), config.whole_pages)
-    recall = CopyEngineRecall((2, size, 129), torch.bfloat16, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
+    recall = CopyEngineRecall((2, size, 129), shape.format.storage, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
     attention: ExtendAttention = ExtendInTwo()
     if config.is_coded:
         attention = CodedExtend(attention, (4 * size, 8, 128), torch.bfloat16, size, "cpu")

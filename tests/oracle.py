@@ -38,7 +38,8 @@ class OracleSettings:
     """Retrieval settings, in tokens; ``digest`` is "cuboid-mean", "min-max" or "two-bit".
 
     ``tau`` is one of all layers, or one for each. A selection among at most ``dense_below`` tokens takes all candidates. With ``int8`` all
-    that attends, and all digests, see keys and values as ``coded`` leaves them.
+    that attends, and all digests, see keys and values as ``coded`` leaves them. With ``fp8`` they see them as ``floats`` does, and so do dense
+    and window layers. ``kv_scales`` are a checkpoint's, of keys and of values, which dense and window layers on a CPU leave out.
     """
 
     budget: int
@@ -52,6 +53,8 @@ class OracleSettings:
     hysteresis: float = 0.0
     on_turn: bool = False
     int8: bool = False
+    fp8: bool = False
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         whole = not any(tokens % self.page for tokens in (self.budget, self.sink, self.window, self.dense_below))
@@ -156,6 +159,11 @@ def coded(numbers: torch.Tensor) -> torch.Tensor:
     """[..., D] in 8 bits and back: whole multiples, from -127 to 127, of a 127th of the largest number, which is kept in 16 bits."""
     scale = (numbers.abs().amax(dim=-1, keepdim=True) / 127).half().float()
     return (numbers / scale).nan_to_num(0.0).round().clamp(-127, 127) * scale
+
+
+def floats(numbers: torch.Tensor, scale: float) -> torch.Tensor:
+    """Numbers over ``scale`` as the nearest floats of 8 bits with four of exponent and three of mantissa, at most 448, and back."""
+    return (numbers / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
 def digest(keys: torch.Tensor, page: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,6 +316,9 @@ class Generation:
         if retrieval and settings.int8:
             turn = hadamard(dim)
             keys, values = coded(keys @ turn) @ turn, coded(values)
+        if settings is not None and settings.fp8:
+            scales = settings.kv_scales if retrieval else (1.0, 1.0)
+            keys, values = (floats(each, scale) for each, scale in zip((keys, values), scales))
         if retrieval and not prefill:
             held = self.previous[layer], self.speculative[layer]
             step = decode_step(last_query, keys, *held, settings.of_layer(layer), scaling)

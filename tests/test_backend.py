@@ -95,18 +95,21 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
         check(model_of(attention(0, **changes), *map(attention, range(1, 4))))
 
 
-@pytest.mark.parametrize("device, compiled, sinks, hopper, stock", [
-    ("cuda", [("engine", "table", 5, 16, None)], False, True, "flashinfer"), ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "fa3"),
-    ("cuda", [("engine", "table", 5, 16, (6,))], True, False, "triton"), ("cpu", [], False, False, "torch_native"),
+@pytest.mark.parametrize("device, compiled, sinks, hopper, kv, stock", [
+    ("cuda", [("engine", "table", 5, 16, None)], False, True, "bfloat16", "flashinfer"),
+    ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "bfloat16", "fa3"),
+    ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "float8_e4m3fn", "fa3"),
+    ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "float8_e5m2", "triton"),
+    ("cuda", [("engine", "table", 5, 16, (6,))], True, False, "bfloat16", "triton"), ("cpu", [], False, False, "float32", "torch_native"),
 ])  # fmt: skip
 @pytest.mark.parametrize("wrap", [lambda pool: pool, lambda pool: SimpleNamespace(full_kv_pool=pool)], ids=["alone", "wrapped"])
-def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks, hopper, stock, wrap):
+def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch, device, compiled, sinks, hopper, kv, stock, wrap):
     pool = object.__new__(FreeKVPool)
     pool.__dict__ |= vars(POOL) | {"page_size": 32, "num_rows": 5, "retrieval": "engine", "planner": None, "retrieval_index": {1: 0}}
     pool.config = FreeKVConfig()
     pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32, num_frames=200, num_slots=64, is_resident=True))
     runner = SimpleNamespace(
-        device=device, token_to_kv_pool=wrap(pool), req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
+        device=device, kv_cache_dtype=getattr(torch, kv), token_to_kv_pool=wrap(pool), req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
         model_config=SimpleNamespace(context_len=320, has_attention_sinks=sinks), model=model_of(*map(attention, range(4))),
     )  # fmt: skip
     asked: list[tuple] = []
@@ -123,13 +126,16 @@ def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch,
     assert asked == compiled and pool.residency is made.residency and made.dense == stock
 
 
-@pytest.mark.parametrize("hopper, expected", [(True, "fa3"), (False, "triton")])
-def test_flashinfer_computes_no_window_layers(monkeypatch, hopper, expected):
+@pytest.mark.parametrize("hopper, kept, expected", [
+    (True, torch.bfloat16, "fa3"), (False, torch.bfloat16, "triton"), (True, torch.float8_e4m3fn, "fa3"), (True, torch.float8_e5m2, "triton"),
+])  # fmt: skip
+def test_flashinfer_computes_no_window_layers(monkeypatch, hopper, kept, expected):
     """In SGLang's FlashInfer the window layers of a prompt without a prefix attend to all of it."""
     monkeypatch.setattr(backend, "ATTENTION_BACKENDS", {name: lambda runner, name=name: name for name in backend.ATTENTION_BACKENDS})
     monkeypatch.setattr(backend, "is_hopper_with_cuda_12_3", lambda: hopper)
     settings = SimpleNamespace(has_attention_sinks=False)
-    runner = SimpleNamespace(device="cuda", token_to_kv_pool=object.__new__(WindowedPool), model_config=settings)
+    pool = object.__new__(WindowedPool)
+    runner = SimpleNamespace(device="cuda", token_to_kv_pool=pool, model_config=settings, kv_cache_dtype=kept)
     assert backend._stock_backend(runner) == expected
     runner.token_to_kv_pool = object.__new__(FreeKVPool)
     assert backend._stock_backend(runner) == "flashinfer"
@@ -141,7 +147,7 @@ def test_between_captured_parts_attention_is_that_of_the_scheduled_batch(monkeyp
     made, prepared = object.__new__(FreeKVAttnBackend), []
     made.residency = SimpleNamespace(batch=[(1, 8)] if scheduled else None)
     made.dense = SimpleNamespace(init_forward_metadata=lambda batch: prepared.append("dense"), forward_extend=None)
-    made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index={1: 0}), "the batch before"
+    made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index={1: 0}, config=FreeKVConfig()), "the batch before"
     made.retrieval = SimpleNamespace(extend=lambda index, queries, *others, **options: queries + 1)
 
     def prepare(forward_batch) -> None:
@@ -171,12 +177,65 @@ def test_layers_are_seeded_together_only_where_prefills_are_captured(monkeypatch
 
 def attending(retrieval: object, dense: object, index: int | None = 0) -> FreeKVAttnBackend:
     made = object.__new__(FreeKVAttnBackend)
-    made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index={} if index is None else {1: index}), "this batch"
+    layers = {} if index is None else {1: index}
+    made.token_to_kv_pool, made.batch = SimpleNamespace(retrieval_index=layers, config=FreeKVConfig()), "this batch"
     made.retrieval, made.dense = (
         SimpleNamespace(extend=retrieval, decode=retrieval),
         SimpleNamespace(forward_extend=dense, forward_decode=dense),
     )
     return made
+
+
+SCALES = {"of a checkpoint": (0.3, 0.07), "of keys alone": (2.5, 1.0), "of values alone": (1.0, 0.5)}
+
+
+@pytest.mark.parametrize("forward", ["forward_extend", "forward_decode"])
+@pytest.mark.parametrize("scales", SCALES.values(), ids=SCALES)
+def test_scales_of_a_checkpoint_leave_logits_and_outputs_as_they_are(forward, scales):
+    """Keys and values are stored over them, and SGLang's own tensors, which other layers may share, stay as they were."""
+    given: list = []
+
+    def retrieve(index, queries, keys, values, batch, scale, *, learned_sinks):
+        given.extend((queries, keys, values, scale))
+        return queries
+
+    made, layer = attending(retrieve, None), attention(1)
+    made.token_to_kv_pool.config = replace(FreeKVConfig(), kv_dtype="fp8_e4m3")
+    layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(scale), requires_grad=False) for scale in scales)
+    layer.k_scale_float, layer.v_scale_float = scales
+    q, k, v = torch.rand(5, 96), torch.rand(5, 32), torch.rand(5, 32)
+    kept = q.clone(), k.clone(), v.clone()
+    output = getattr(made, forward)(q, k, v, layer, None)
+    queries, keys, values, factor = given
+    assert all(map(torch.equal, (q, k, v), kept)) and torch.equal(queries.flatten(1), q)
+    assert torch.equal(keys.flatten(1), k / layer.k_scale) and torch.equal(values.flatten(1), v / layer.v_scale)
+    assert factor == layer.scaling * scales[0] and torch.equal(output, q * scales[1])
+    made.token_to_kv_pool.config = FreeKVConfig()  # SGLang divides no KV that is stored as it is
+    assert (
+        torch.equal(getattr(made, forward)(q, k, v, layer, None), q) and given[7] == layer.scaling and torch.equal(given[5].flatten(1), k)
+    )
+
+
+def test_layers_that_are_seeded_together_have_their_scales(monkeypatch):
+    """The queries of the last tokens select by the logits of the model, in each layer by its own scale."""
+    pool = object.__new__(FreeKVPool)
+    pool.__dict__ |= vars(POOL) | {
+        "page_size": 32,
+        "num_rows": 5,
+        "retrieval": "engine",
+        "planner": None,
+        "retrieval_index": {1: 0, 2: 1, 3: 2},
+    }
+    pool.config, pool.store = replace(FreeKVConfig(), kv_dtype="fp8_e5m2"), SimpleNamespace(frames=SimpleNamespace(num_slots=64))
+    layers = [attention(layer) for layer in range(4)]
+    layers[2].k_scale_float, layers[2].v_scale_float = 3.0, 5.0
+    runner = SimpleNamespace(
+        device="cpu", token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
+        model_config=SimpleNamespace(context_len=320, has_attention_sinks=False), model=model_of(*layers),
+    )  # fmt: skip
+    monkeypatch.setattr(backend, "Residency", lambda *arguments: None)
+    monkeypatch.setattr(backend, "_stock_backend", lambda runner: None)
+    assert FreeKVAttnBackend(runner).scales == [0.25, 0.75, 0.25]
 
 
 @pytest.mark.parametrize("forward", ["forward_extend", "forward_decode"])

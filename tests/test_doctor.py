@@ -98,6 +98,22 @@ def test_codes_by_hand(make_machine, ask):
     assert coded.flag("--freekv-kv-dtype") == "int8" and "bfloat16 with retrieved KV in int8, " in coded.found["model"].value
 
 
+def test_floats_of_8_bits_by_hand(make_machine, ask):
+    """By SGLang's own flag. They have no scales, and dense layers have them, too."""
+    flags = ("--model-path", LLAMA, "--context-length", 32768, "--requests", 3, "--freekv-preset", "fast")
+    plain, floats = (ask(make_machine(FakeGpu()), *flags, *more) for more in ((), ("--kv-cache-dtype", "fp8_e4m3")))
+    token, tiers = 2 * 8 * 128, floats.tiers
+    assert tiers["host pool"]["per_token"] == 31 * token and tiers["frames"]["has"] % (31 * 32 * token + 24) == 0
+    assert tiers["dense layers"]["per_token"] == token == plain.tiers["dense layers"]["per_token"] / 2
+    assert tiers["digests"] == plain.tiers["digests"]
+    assert tiers["staging of prefixes"]["all_requests"] == 2 * 32768 * token + 32768 * TOKEN
+    assert floats.found["recall"].figures["bytes_per_token"] == pytest.approx(31 * 1024 * token * 0.21)
+    assert floats.flag("--kv-cache-dtype") == "fp8_e4m3" and "bfloat16 with KV in fp8_e4m3, " in floats.found["model"].value
+    assert "--freekv-kv-dtype" not in floats.found["decode rate"].value
+    assert any(line.startswith("--kv-cache-dtype fp8_e4m3 on a GPU: ") for line in floats.report["unchecked"])
+    assert not any("fp8" in line for line in plain.report["unchecked"])
+
+
 def test_the_question_of_the_readme_is_one_command(make_machine, ask, tmp_path, monkeypatch):
     answer = ask(None, "--model-path", model_file(tmp_path, LLAMA_70B), *QUESTION)
     assert answer.code == 0 and answer.report["verdict"].startswith(

@@ -85,7 +85,8 @@ BAD_WITH_THE_MODEL = {
     ("--context-length", "163841"): "--context-length 163841: expected at most the model's 163840",
     ("--tp-size", "3"): "--tp-size 3: expected a number that divides 32 query heads and 8 kv heads; use --tp-size 2",
     ("--page-size", "1", "--freekv-digest", "min-max"): "--page-size 1: a page of one token has nothing to summarise",
-    ("--kv-cache-dtype", "fp8_e5m2"): "--kv-cache-dtype fp8_e5m2: FreeKV stores KV in the model's type, or in 8 bits by a flag of its own",
+    ("--kv-cache-dtype", "mxfp8"): "--kv-cache-dtype mxfp8: FreeKV stores KV in the model's type or in 8 bits; use --kv-cache-dtype auto, ",
+    ("--kv-cache-dtype", "fp8_e5m2", "--device", "cpu"): "--kv-cache-dtype fp8_e5m2: SGLang does not serve it with --device cpu",
     ("--chunked-prefill-size", "1001"): "--chunked-prefill-size 1001: expected a multiple of --page-size 8",
     ("--max-total-tokens", "24"): "--max-total-tokens 24: expected at least 32",
     (

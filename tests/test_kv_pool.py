@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.kv_pool import FreeKVPool, pool_of
 from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
@@ -41,10 +41,23 @@ def test_layers_keep_their_numbers_beside_linear_ones():
         wrapped.get_key_buffer(2)
 
 
-@pytest.mark.parametrize("kv_dtype, stored, token", [("auto", "float32", 2 * 2 * 16 * 4), ("int8", "int8", 2 * 2 * (16 + 2))])
+@pytest.mark.parametrize("kv_dtype, stored, token", [("auto", "float32", 2 * 2 * 16 * 4), ("int8", "int8", 2 * 2 * (16 + 2)),
+    ("fp8_e4m3", "float8_e4m3fn", 2 * 2 * 16), ("fp8_e5m2", "float8_e5m2", 2 * 2 * 16)])  # fmt: skip
 def test_how_kv_is_stored_is_told(kv_dtype, stored, token):
     pool = make_pool(D, R, R, kv_dtype=kv_dtype)
     facts = pool.describe()
     assert (facts["kv_dtype"], facts["stored_dtype"], facts["host_token_bytes"]) == (kv_dtype, stored, 2 * token)
     assert facts["staging_bytes"] == pool.store.staging.num_bytes + pool.scratch_bytes
-    assert ("; KV in int8 with scales" in pool.activation_line()) == (kv_dtype == "int8")
+    told = {"auto": "", "int8": "; KV in int8 with scales"}.get(kv_dtype, f"; KV in {kv_dtype}")
+    assert pool.activation_line().endswith(f"dense layers [0] {facts['dense_bytes'] / GIB:.2f} GiB{told}")
+
+
+@pytest.mark.parametrize("kv_dtype, dense", [("int8", torch.float32), ("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_dense_layers_have_the_type_of_sglang_s_flag(kv_dtype, dense):
+    pool, layer = make_pool(D, R, R, kv_dtype=kv_dtype), SimpleNamespace(layer_id=0)
+    assert pool.dtype == pool.get_key_buffer(0).dtype == pool.get_value_buffer(0).dtype == dense
+    keys, values = torch.randn(2, 3, 2, 16)
+    pool.set_kv_buffer(layer, torch.tensor([9, 8, 20]), keys.clone(), values.clone())
+    assert torch.equal(pool.get_key_buffer(0)[[9, 8, 20]].float(), keys.to(dense).float())
+    assert torch.equal(pool.get_value_buffer(0)[[9, 8, 20]].float(), values.to(dense).float())
+    assert pool.store.host.layers[0].dtype == pool.shape.format.storage and pool.scratch_bytes == 2 * 64 * 2 * 16 * 4

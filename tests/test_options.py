@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from argparse import ArgumentParser
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,12 +23,14 @@ from sglang_freekv.config import (
     POOLINGS,
     RECALLS,
     SELECTIONS,
+    SGLANG_FP8,
+    STORED_DTYPES,
     FreeKVConfig,
     Refusal,
     typed,
 )
 from sglang_freekv.methods import METHODS
-from sglang_freekv.options import FLAGS, NAMES, Options, config_from
+from sglang_freekv.options import FLAGS, NAMES, Options, config_from, with_kv_cache_dtype
 from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
@@ -70,7 +73,8 @@ def refused(make) -> str | None:
     assert config.attended_pages <= (config.cache_pages if config.resident_memory_gib == 0 else MOST_SLOTS)
     assert all(layer >= 0 for layer in config.dense_layers) and config.recall in RECALLS and config.host_layout in HOST_LAYOUTS
     assert 0 <= config.hysteresis <= 10 and config.selection in SELECTIONS and config.selects_on_turn <= (config.method == "freekv")
-    assert config.kv_dtype == "auto" or (config.is_coded and (config.recall, config.host_layout) == ("zero-copy", "hnd"))
+    assert config.kv_dtype == "auto" or config.is_coded
+    assert not config.has_scales or (config.kv_dtype, config.recall, config.host_layout) == ("int8", "zero-copy", "hnd")
     assert 0 <= config.recall_timing < 2**31 and config.canary in CANARIES and config.digest in DIGESTS and config.pooling in POOLINGS
     return None
 
@@ -84,7 +88,7 @@ def refused(make) -> str | None:
         "host_memory_gib": st.none() | numbers, "resident_memory_gib": st.none() | numbers, "recall": st.sampled_from(RECALLS) | words,
         "host_layout": st.sampled_from(HOST_LAYOUTS) | words, "canary": st.sampled_from(list(CANARIES)) | words,
         "recall_timing": whole, "preset": st.none() | st.sampled_from(list(PRESETS)) | words, "hysteresis": numbers,
-        "selection": st.sampled_from(SELECTIONS) | words, "kv_dtype": st.sampled_from(KV_DTYPES) | words,
+        "selection": st.sampled_from(SELECTIONS) | words, "kv_dtype": st.sampled_from(STORED_DTYPES) | words,
     })
 )  # fmt: skip
 @settings(max_examples=500)
@@ -223,6 +227,21 @@ def test_codes_are_refused_where_their_scales_would_be_lost(name, value):
     assert message.startswith(f"--freekv-kv-dtype int8: expected {typed(name)} {served}, ") and f"but it is {value}; " in message
     assert message.endswith(f"; use {typed(name)} {served}, or leave --freekv-kv-dtype out")
     assert refused(lambda: config_from(asked.but(**{name: value, "freekv_kv_dtype": "auto"}), None)) is None
+
+
+@pytest.mark.parametrize("dtype", SGLANG_FP8)
+def test_floats_of_8_bits_come_from_the_flag_of_sglang_and_go_with_every_mover(dtype):
+    asked = Options(kv_retrieval="freekv", freekv_recall="copy-engine", freekv_host_layout="nhd")
+    config = config_from(asked, None)
+    assert with_kv_cache_dtype(config, dtype) == replace(config, kv_dtype=dtype) and not replace(config, kv_dtype=dtype).has_scales
+    assert all(with_kv_cache_dtype(config, other) is config for other in ("auto", "bf16", None))
+    assert refused(lambda: config_from(asked.but(freekv_kv_dtype=dtype), None)) == (
+        f"--freekv-kv-dtype {dtype}: expected one of auto, int8; use --kv-cache-dtype {dtype}, which is SGLang's"
+    )
+    codes = config_from(Options(kv_retrieval="freekv", freekv_kv_dtype="int8"), None)
+    assert with_kv_cache_dtype(codes, "auto") is codes
+    with pytest.raises(Refusal, match=f"^--freekv-kv-dtype int8: expected auto with --kv-cache-dtype {dtype}, .*; leave one of them out$"):
+        with_kv_cache_dtype(codes, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,8 +73,9 @@ SELECTING = ["_plan_pages"] * 4 + ["_seed_slots"]  # they hold all candidates in
         ({}, {"budget_tokens": 1536, "sink_tokens": 256, "window_tokens": 480}, set(), 33),
         ({"recall": "copy-engine"}, {"recall": "copy-engine"}, {"_recall_kernel"}, 31),
         ({"kv_dtype": "int8"}, {"kv_dtype": "int8"}, {"_rotate_kernel", "_decode_kernel", "_unrotate_kernel"}, 36),
+        ({"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e4m3"}, {"_decode_kernel"}, 34),
     ],
-    ids=["sizes", "canary and timing", "budget", "copy engine", "int8"],
+    ids=["sizes", "canary and timing", "budget", "copy engine", "int8", "fp8"],
 )  # fmt: skip
 def test_a_start_of_other_sizes_compiles_only_what_selects_anew(settings, others, unlike, most):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS)}

@@ -117,7 +117,7 @@ class Traffic(RuleBasedStateMachine):
 
     def request(self, prompt: int, alike: Cached | None, pages: int) -> Request:
         """One whose text begins like another, as far as that one's first ``pages`` go."""
-        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator, coded=self.config.is_coded)
+        request = Request(prompt, prompt + LONGEST_ANSWER, 0, [], self.engine.generator, kv_dtype=self.config.kv_dtype)
         if alike is not None:
             known = min(len(alike.pages[:pages]) * self.size, request.total)
             for ours, theirs in zip((request.q, request.k, request.v), (alike.text.q, alike.text.k, alike.text.v)):

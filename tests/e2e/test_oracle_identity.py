@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import engines
 from benchmarks.needle import tasks
 from oracle import LayerStep, Oracle, OracleSettings
+from room import wait_for_room
 from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
 from sglang_freekv.config import GIB
 
@@ -32,6 +35,16 @@ RESIDENT = {  # pages in device memory beside the slots of all rows; settings wi
     "least-window-no-dense-layer": 12,
     CODED: 60,
 }
+
+
+FLOATS = OracleSettings(budget=128, sink=16, window=32, tau=0.8, page=16, dense_layers=(0, 3), fp8=True)
+SCALED = {"with scales": (0.01, 0.004), "without": (1.0, 1.0)}  # of keys and values; with the former many are beyond the largest float
+OF_FLOATS = dict(
+    model_path=str(NEEDLE_MODEL), device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=8192, max_running_requests=8,
+    random_seed=0, chunked_prefill_size=256, page_size=FLOATS.page, kv_cache_dtype="fp8_e4m3", kv_retrieval="freekv", freekv_preset="fast",
+    freekv_budget=FLOATS.budget, freekv_sink=FLOATS.sink, freekv_window=FLOATS.window, freekv_tau=FLOATS.tau, freekv_dense_layers="0,3",
+    freekv_resident_memory=0, freekv_canary="full",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +142,38 @@ def test_other_settings(servers, oracle, name):
         assert not any(corrected)
     else:
         assert all(0 < count < every_head for count in corrected)
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory) -> tuple[list[list[int]], dict[str, list[dict]]]:
+    """Prompts, and what engines with KV in floats of 8 bits answer to them twice: cold, and on prefix hits."""
+    rng = np.random.default_rng(9)
+    prompts = [[int(token) for token in tasks.make_document(rng, length, needle_count=2).token_ids] for length in (90, 330, 520)]
+    requests = [{"input_ids": prompts}] * 2
+    job = {"requests": requests, "new_tokens": NEW_TOKENS, "engine": OF_FLOATS}
+    wait_for_room(1)
+    jobs = {name: job | {"kv_scales": scales} for name, scales in SCALED.items()}
+    return prompts, engines.run_all(jobs, tmp_path_factory.mktemp("floats"))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_floats_of_8_bits_over_the_scales_of_a_checkpoint(floats, oracle, name):
+    """Dense layers are SGLang's, which leaves scales out on a CPU. A number near the middle of two floats may become either."""
+    prompts, settings = floats[0], replace(FLOATS, kv_scales=SCALED[name])
+    expected = [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts]
+    corrected = [sum(flag for step in result.corrected for layer in step for flag in layer) for result in expected]
+    unclear = [sum(near(settings.tau, step) for step in result.steps) for result in expected]
+    cold, hits = floats[1][name]
+    for answers in (cold, hits):
+        assert [answer["output_ids"] for answer in answers] == [result.tokens for result in expected]
+    found = [answer["meta_info"]["freekv"] for answer in hits]
+    assert all(abs(each["corrections"] - count) <= most for each, count, most in zip(found, corrected, unclear, strict=True))
+    assert any(corrected) and all(each["recalled_units"] for each in found[1:])
+    assert [answer["meta_info"]["cached_tokens"] for answer in hits] == [
+        (len(prompt) - 1) // settings.page * settings.page for prompt in prompts
+    ]
+    plain = [oracle.generate(prompt, NEW_TOKENS, replace(settings, fp8=False)).tokens for prompt in prompts]
+    assert all(result.tokens != tokens for result, tokens in zip(expected, plain)) or name == "without"  # else no scales would pass, too
 
 
 def test_contexts_below_the_limit_give_the_tokens_of_dense_attention(servers, oracle):

@@ -130,6 +130,8 @@ class CapturedEngine(Engine):
         "canary",
         "int8",
         "int8-two-bit-slack",
+        "fp8",
+        "fp8-e5m2-slack-nhd",
         "louiskv",
         "quest",
         "arkvale-slack",

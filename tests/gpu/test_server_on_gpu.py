@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.needle import tasks
 from serving import FaultyServer, freekv, start_all, stop_all
-from sglang_freekv.config import KV_DTYPES
+from sglang_freekv.config import SGLANG_FP8, STORED_DTYPES
 from sglang_freekv.launch.server import ServerFailed
 
 gpus = torch.cuda.device_count()
@@ -153,12 +153,12 @@ def test_prefix_hits_that_come_beside_decode_graphs(server, cycles):
     assert not wrong and server.state()["canary"]["faults"] == faults
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", STORED_DTYPES)
 def test_the_default_preset_answers(tmp_path, questions, kv_dtype):
     """Pages of 8, two-bit digests, hysteresis and prefill graphs, with nothing resident, so that pages are recalled. Each prompt again is a
     hit, whose pages the canary compares."""
     left_out = {"--freekv-preset": None, "--freekv-budget": None, "--freekv-tau": None}
-    server = start(tmp_path, **left_out, **{"--freekv-kv-dtype": kv_dtype})
+    server = start(tmp_path, **left_out, **{"--kv-cache-dtype" if kv_dtype in SGLANG_FP8 else "--freekv-kv-dtype": kv_dtype})
     assert all(right(server, questions)) and all(right(server, questions))
     assert server.state()["canary"]["faults"] == 0
     told = server.get("/server_info")["freekv"]

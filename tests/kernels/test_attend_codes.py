@@ -13,7 +13,7 @@ from attention_cases import DEVICE, INTERPRETED_BFLOAT16, SPLITS, attention_case
 from covering import covering
 from interpreted import interpreted
 from sglang_freekv.kernels import attend, attended_codes, reference
-from sglang_freekv.kernels.kv import LARGEST_CODE, Scales
+from sglang_freekv.kernels.kv import FLOAT_CODES, LARGEST_CODE, Scales
 from sglang_freekv.kernels.reads import Reads
 
 SHAPES = [
@@ -170,9 +170,10 @@ def test_learned_sinks_join_shares_of_codes(programs, monkeypatch):
 
 
 @pytest.mark.parametrize("D", [16, 80])
-def test_attention_to_floats_of_eight_bits_has_no_scales(D):
+@pytest.mark.parametrize("dtype", FLOAT_CODES, ids=str)
+def test_attention_to_floats_of_eight_bits_has_no_scales(D, dtype):
     (queries, keys, values, lens, reads, scale), rows = attention_case(2, 3, D, 4)
-    numbers = [x.nan_to_num(448).to(torch.float8_e4m3fn) for x in (keys, values)]
+    numbers = [x.nan_to_num(448).to(dtype) for x in (keys, values)]
     expected = reference.attend_pages(queries, *(x.float() for x in numbers), lens, reads, scale)
     for module in (attend, reference):
         torch.testing.assert_close(module.attend_pages(queries, *numbers, lens, reads, scale), expected, rtol=1e-5, atol=1e-5)

@@ -32,7 +32,7 @@ for case in sys.argv[1:]:
     D, G, S = map(int, shape)
     pointers = POINTERS | dict.fromkeys(("p_queries", "p_keys", "p_digests"), "*" + dtype)
     elements = 2 * D + D * S // 4 // ELEMENT[dtype]
-    numbers = {"H": 8, "G": G, "D": D, "S": S, "E": elements, "E_WORDS": elements * ELEMENT[dtype] // 4, "WORD": 8}
+    numbers = {"H": 8, "G": G, "D": D, "S": S, "E": elements, "E_WORDS": elements * ELEMENT[dtype] // 4, "WORD": 8, "FLOAT": None}
     compiled(two_bit_digest._digest_two_bit, pointers, numbers, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=triton.next_power_of_2(D // 2))
     scores = compiled(two_bit_score._score_two_bit, pointers, numbers, **two_bit_score.score_launch(G, D, S))
     fused = {"bf16": "fma.rn.bf16x2", "fp16": "fma.rn.f16x2", "fp32": "fma.rn.f32"}[dtype]
@@ -129,7 +129,7 @@ JITFunction.run = lambda kernel, *args, grid, warmup, **options: found.append(ru
 for case in sys.argv[2:]:
     name, code, D, G, S = case.split("-")
     D, G, S, dtype = int(D), int(G), int(S), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
-    queries, keys = torch.zeros(1, 2 * G, D, dtype=dtype), torch.zeros(64, S, 2, D, dtype={"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[code])
+    queries, keys = torch.zeros(1, 2 * G, D, dtype=dtype), torch.zeros(64, S, 2, D, dtype={"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[code])
     one, scale = torch.ones(1, dtype=torch.int64), torch.zeros(64, S, 2, dtype=torch.float16)
     reads, scales = Reads.allocate(1, 2, 64, "cpu"), Scales(scale, scale) if code == "int8" else None
     shares = attend.allocate_shares(queries, keys, reads)
@@ -144,7 +144,12 @@ for case in sys.argv[2:]:
 CODED_CASES = ["bf16-int8-128-4-8", "fp16-int8-64-8-32", "bf16-int8-256-6-2", "fp32-int8-80-1-8"]
 
 
-@pytest.mark.parametrize("device, cases", [("90", [*CODED_CASES, "bf16-e4m3-128-4-8"]), ("80", CODED_CASES[:2])], ids=["sm_90", "sm_80"])
+FLOAT_CASES = ["bf16-e4m3-128-4-8", "bf16-e5m2-128-4-8"]
+
+
+@pytest.mark.parametrize(
+    "device, cases", [("90", CODED_CASES + FLOAT_CASES), ("80", CODED_CASES[:2] + FLOAT_CASES[1:])], ids=["sm_90", "sm_80"]
+)
 def test_codes_are_read_in_words(device, cases):
     """Bytes that are read one by one from shared memory would take longer than all the rest."""
     done = run(CODED, device, *cases)
@@ -152,6 +157,52 @@ def test_codes_are_read_in_words(device, cases):
     found = [(case, *map(int, numbers)) for case, *numbers in map(str.split, done.stdout.splitlines())]
     assert [case for case, *_ in found] == [case for case in cases for _ in range(3)]
     assert all(0 < shared <= 99 * 1024 and narrow == 0 < words for _, shared, narrow, words in found), found
+
+
+FLOATS = """
+import re
+import sys
+from unittest import mock
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from sglang_freekv.kernels import append, decode, digest, two_bit_digest, write
+from sglang_freekv.kernels.candidates import Tables
+from sglang_freekv.kernels.kv import KV
+
+driver.set_active(mock.Mock(get_current_target=lambda: GPUTarget("cuda", int(sys.argv[1]), 32), get_current_device=lambda: 0))
+run, found = JITFunction.run, []
+JITFunction.run = lambda kernel, *args, grid, warmup, **options: found.append(run(kernel, *args, grid=grid, warmup=True, **options))
+
+for name in sys.argv[2:]:
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    new, places = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    frames = KV(torch.zeros(8, 8, 2, 128, dtype=dtype), torch.zeros(8, 8, 2, 128, dtype=dtype))
+    rows, small = frames.token_rows, torch.zeros(4, 2, dtype=torch.int32)
+    tables = Tables(small.view(2, 2, 2), small.view(2, 2, 2), small)
+    write.write_tokens(new, new, new, places, places, places, keys=rows.keys, values=rows.values, previous_queries=new)
+    append.append_tokens(new, new, places, places, small, small, tables, keys=frames.keys, values=frames.values)
+    decode.decode_tokens(rows, places, KV(new, new))
+    digest.digest_pages(rows.keys, small, small[:, 0], torch.zeros(4, 2, 2, 128, dtype=torch.bfloat16), 8)
+    two_bit_digest.digest_two_bit(rows.keys, small, small[:, 0], torch.zeros(4, 2, 384, dtype=torch.bfloat16), 8)
+    for kernel in found:
+        print(name, kernel.metadata.name, len(re.findall("cvt[^ ]*" + name, kernel.asm["ptx"])), flush=True)
+    found.clear()
+"""
+
+
+@pytest.mark.parametrize("device, floats", [("90", ["e4m3", "e5m2"]), ("80", ["e5m2"])], ids=["sm_90", "sm_80"])
+def test_kernels_of_floats_of_8_bits_compile(device, floats):
+    """Those that write round by hand. Those that read let the device convert."""
+    done = run(FLOATS, device, *floats)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = ["_write_kernel", "_append_kernel", "_decode_kernel", "_digest_kernel", "_digest_two_bit"]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [each[:2] for each in found] == [[each, name] for each in floats for name in names]
+    converts = {(each, name): int(count) > 0 for each, name, count in found}
+    assert not any(converts[each, name] for each in floats for name in names[:2])
+    assert all(converts["e4m3", name] for name in names[2:] if "e4m3" in floats)  # of e5m2 Triton widens the bits itself
 
 
 FOLLOW = """

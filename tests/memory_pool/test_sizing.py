@@ -48,6 +48,18 @@ def test_a_stored_type_without_scales_has_a_scratch_too():
     assert kv.shape.retrieval_token_bytes == 2 * HEADS * DIM and kv.scratch_bytes == CONTEXT * 2 * HEADS * DIM * 2
 
 
+@pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_floats_of_8_bits_are_those_of_all_layers_but_not_of_digests(name, dtype):
+    plain, floats = sizing(KVFormat.plain(dtype)), sizing(KVFormat.of(name, dtype))
+    stored, computed = 2 * HEADS * DIM, 2 * HEADS * DIM * dtype.itemsize
+    assert (floats.shape.retrieval_token_bytes, floats.shape.dense_token_bytes, floats.window_kv.token_bytes) == (stored,) * 3
+    assert floats.host_bytes_per_token == 3 * stored and floats.frame_bytes == 3 * PAGE * stored + FRAME_TABLE_BYTES
+    assert floats.staging_bytes == 2 * CONTEXT * stored + CONTEXT * computed and floats.dense_bytes_per_token == stored
+    assert floats.digest_bytes_per_token == plain.digest_bytes_per_token
+    assert floats.table_bytes - floats.row_window_bytes == plain.table_bytes - plain.row_window_bytes
+
+
 def test_codes_leave_more_tokens_to_the_same_host_and_more_frames_to_the_same_device():
     plain, coded = sizing(KVFormat.plain(torch.bfloat16)), sizing(KVFormat.int8(torch.bfloat16))
     host, device = 1 << 20, 1 << 24

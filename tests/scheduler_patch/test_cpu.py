@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -140,3 +141,21 @@ def test_environment_for_stock_sglang(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY")
     assert cpu.cpu_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
     assert importlib.util.find_spec("sgl_kernel").origin.startswith(sys.prefix)  # this process is as it was
+
+
+@pytest.mark.parametrize("dtype, asked", [(torch.float8_e4m3fn, (True, ("intel_amx",))), (torch.float32, (False, ("freekv",)))], ids=str)
+def test_pools_of_fp8_kv_are_made_without_amx(dtype, asked, monkeypatch):
+    """What SGLang asks before. Whoever asks for the backends again, or behind an error, hears what they are."""
+    module = ModuleType("configurator")
+    module.cpu_has_amx_support, module.attention_backends = lambda: False, lambda: ("freekv",)
+    monkeypatch.setitem(sys.modules, "configurator", module)
+    configurator = type("Configurator", (), {"__module__": "configurator", "kv_cache_dtype": dtype})()
+
+    def configure(self, *, pre_model_load_memory: int) -> None:
+        found = module.cpu_has_amx_support(), module.attention_backends()
+        raise RuntimeError(found, module.attention_backends(), pre_model_load_memory)
+
+    with pytest.raises(RuntimeError) as error:
+        cpu.configure_pools(configure, configurator, pre_model_load_memory=7)
+    assert error.value.args == (asked, ("freekv",), 7)
+    assert (module.cpu_has_amx_support(), module.attention_backends()) == (False, ("freekv",))

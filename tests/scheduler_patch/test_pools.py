@@ -73,7 +73,9 @@ def test_one_request_has_its_frames_on_the_smallest_device(resolve, asked):
 
 
 def test_a_quantised_checkpoint_is_refused_whatever_told_so(resolve):
-    told = "--kv-cache-dtype auto: SGLang takes float8_e4m3fn for this checkpoint, expected bfloat16, .* use --kv-cache-dtype bf16"
+    told = (
+        "--kv-cache-dtype auto: SGLang takes float8_e4m3fn for this checkpoint, expected bfloat16, .* use --kv-cache-dtype fp8_e4m3 or bf16"
+    )
     with pytest.raises(Refusal, match=told):
         resolve(kv_cache_dtype=torch.float8_e4m3fn)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
@@ -34,7 +35,7 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "attention_backend": ("--attention-backend", "flashinfer"),
     "prefill_attention_backend": ("--prefill-attention-backend", "triton"),
     "decode_attention_backend": ("--decode-attention-backend", "fa3"),
-    "kv_cache_dtype": ("--kv-cache-dtype", "fp8_e4m3"),
+    "kv_cache_dtype": ("--kv-cache-dtype", "mxfp8"),
     "speculative_algorithm": ("--speculative-algorithm", "EAGLE"),
     "disaggregation_mode": ("--disaggregation-mode", "decode"),
     "pp_size": ("--pp-size", "2"),
@@ -75,6 +76,17 @@ VALUES = {  # typed flags: how the refusal begins
     ("--chunked-prefill-size", "1003"): "--chunked-prefill-size 1003: expected a multiple of --page-size 8; "
     "use --chunked-prefill-size 1000",
     ("--kv-cache-dtype", "bf16", "--dtype", "float16"): "--kv-cache-dtype bf16: the model runs in another type",
+    (
+        "--kv-cache-dtype",
+        "fp8_e5m2",
+    ): "--kv-cache-dtype fp8_e5m2: SGLang does not serve it with --device cpu; use --kv-cache-dtype fp8_e4m3",
+    ("--kv-cache-dtype", "fp8_e4m3", "--freekv-kv-dtype", "int8"): "--freekv-kv-dtype int8: expected auto with --kv-cache-dtype fp8_e4m3, ",
+    (
+        "--kv-cache-dtype",
+        "fp8_e4m3",
+        "--quantization-param-path",
+        "s.json",
+    ): "--quantization-param-path: expected none, because SGLang divides",
     ("--max-total-tokens", "31"): "--max-total-tokens 31: expected at least 32, 4 pages of --page-size 8",
     ("--grammar-backend", "xgrammar"): "--grammar-backend xgrammar: only llguidance has been tested with --device cpu",
     ("--moe-dense-tp-size", "1", "--tp-size", "2"): "--moe-dense-tp-size 1: with it SGLang pads a prefill to a multiple of --tp-size",
@@ -110,6 +122,7 @@ FINE = (  # what must stay possible
     ("--cuda-graph-backend-prefill", "breakable", "--device", "cuda"),
     ("--chunked-prefill-size", "-1"),
     ("--kv-cache-dtype", "bf16"),
+    ("--kv-cache-dtype", "fp8_e4m3", "--freekv-recall", "copy-engine", "--freekv-host-layout", "nhd"),
     ("--page-size", "64"),
     ("--context-length", "1024"),
     ("--freekv-dense-layers", ALL_LAYERS[2:]),
@@ -454,10 +467,26 @@ def test_what_sglang_insists_on(monkeypatch):
         refuse(cuda_graph_config=graphs("full"))
     for model.head_dim in (80, 128, 36):
         refuse()
+        refuse(kv_dtype="fp8_e4m3")
         if model.head_dim % 8 == 0:
             refuse(kv_dtype="int8")
     with pytest.raises(Refusal, match="--freekv-kv-dtype int8: expected a head_dim of a multiple of 8, .* the model's is 36; leave it out"):
         refuse(kv_dtype="int8")
+    model.head_dim = 38
+    with pytest.raises(
+        Refusal, match="--kv-cache-dtype fp8_e5m2: expected a head_dim of a multiple of 4, .* the model's is 38; use --kv-c"
+    ):
+        refuse(kv_dtype="fp8_e5m2")
+    model.head_dim = 128
+    for capability, dtype, expected in (
+        ((9, 0), "fp8_e4m3", nullcontext()), ((8, 0), "fp8_e5m2", nullcontext()), ((8, 0), "int8", nullcontext()),
+        ((8, 6), "fp8_e4m3", pytest.raises(Refusal, match="--kv-cache-dtype fp8_e4m3: expected a GPU of compute capability 8.9 or more")),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        with expected:
+            refuse(kv_dtype=dtype)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model.is_hybrid_swa = True
     refuse()
     for is_new, expected in ((True, nullcontext()), (False, pytest.raises(Refusal, match="--freekv-canary full: with window layers it"))):
