@@ -65,18 +65,20 @@ def pretend_to_have_a_gpu() -> None:
     Readback.begin = lambda counts: None
 
 
-def engine_of(*, context: int, rows: int, pages: int, resident: int, settings: dict[str, Any]) -> tuple[Retrieval, Residency]:
-    """The engine of a server of Llama-3.1-8B's shape, with two layers. ``resident`` frames are for resident pages."""
+def engine_of(
+    *, context: int, rows: int, pages: int, resident: int, settings: dict[str, Any], kv_heads: int = 8
+) -> tuple[Retrieval, Residency]:
+    """The engine of a server of Llama-3.1-8B's shape, but for its two layers and ``kv_heads``. ``resident`` frames are for resident pages."""
     config = FreeKVConfig(**settings)
     policy, streams, size = POLICIES[config.method](config), Streams.make("cpu"), config.page_size
-    shape = KVShape(LayerTable.uniform(2), 8, 32, 128, policy.digests.shape(128, 2), KVFormat.of(config.kv_dtype, torch.bfloat16))
+    shape = KVShape(LayerTable.uniform(2), kv_heads, 32, 128, policy.digests.shape(128, 2), KVFormat.of(config.kv_dtype, torch.bfloat16))
     frames = (rows + 1) * config.cache_pages + resident
     store = Store.build(config, shape, pages * size, rows, 4 * size, "cpu", streams.transfers, num_frames=frames)
     residency = Residency(store.frames, torch.zeros(rows + 1, context + 4, dtype=torch.int32), config.whole_pages)
     recall = CopyEngineRecall((2, size, 129), shape.format.storage, "cpu") if config.recall == "copy-engine" else kernels.recall_pages
     attention: ExtendAttention = ExtendInTwo()
     if config.is_coded:
-        attention = CodedExtend(attention, (4 * size, 8, 128), torch.bfloat16, size, "cpu")
+        attention = CodedExtend(attention, (4 * size, kv_heads, 128), torch.bfloat16, size, "cpu")
     return Retrieval(config, policy, store, streams, recall, attention), residency
 
 

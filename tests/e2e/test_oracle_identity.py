@@ -39,6 +39,7 @@ RESIDENT = {  # pages in device memory beside the slots of all rows; settings wi
 
 FLOATS = OracleSettings(budget=128, sink=16, window=32, tau=0.8, page=16, dense_layers=(0, 3), fp8=True)
 SCALED = {"with scales": (0.01, 0.004), "without": (1.0, 1.0)}  # of keys and values; with the former many are beyond the largest float
+COVERING = 1024  # a budget that covers every context, so that it does not matter who was retracted when
 OF_FLOATS = dict(
     model_path=str(NEEDLE_MODEL), device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=8192, max_running_requests=8,
     random_seed=0, chunked_prefill_size=256, page_size=FLOATS.page, kv_cache_dtype="fp8_e4m3", kv_retrieval="freekv", freekv_preset="fast",
@@ -153,6 +154,8 @@ def floats(tmp_path_factory) -> tuple[list[list[int]], dict[str, list[dict]]]:
     job = {"requests": requests, "new_tokens": NEW_TOKENS, "engine": OF_FLOATS}
     wait_for_room(1)
     jobs = {name: job | {"kv_scales": scales} for name, scales in SCALED.items()}
+    wide = {"engine": OF_FLOATS | {"freekv_budget": COVERING}, "requests": requests[:1], "retract_every": 7}
+    jobs["retracted"] = jobs["with scales"] | wide
     return prompts, engines.run_all(jobs, tmp_path_factory.mktemp("floats"))
 
 
@@ -174,6 +177,12 @@ def test_floats_of_8_bits_over_the_scales_of_a_checkpoint(floats, oracle, name):
     ]
     plain = [oracle.generate(prompt, NEW_TOKENS, replace(settings, fp8=False)).tokens for prompt in prompts]
     assert all(result.tokens != tokens for result, tokens in zip(expected, plain)) or name == "without"  # else no scales would pass, too
+
+
+def test_a_retracted_request_with_floats_of_8_bits_resumes(floats, oracle):
+    settings, (answers,) = replace(FLOATS, budget=COVERING, kv_scales=SCALED["with scales"]), floats[1]["retracted"]
+    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, NEW_TOKENS, settings).tokens for prompt in floats[0]]
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
 def test_contexts_below_the_limit_give_the_tokens_of_dense_attention(servers, oracle):

@@ -33,7 +33,9 @@ from ttgir import Program
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels"
 SIZES = {"context": 131_072, "rows": 16, "pages": 64, "resident": 40}
-SERVERS = (  # the default server, on turn; one with learned sinks, whose rows have 256 slots, more than a program has threads; one with large pages; three with coded KV
+# The default server, on turn; one with learned sinks, whose rows have 256 slots, more than a program has threads; one with large pages;
+# three with coded KV; and one whose query heads share a kv head.
+SERVERS = (
     {"batch": 16, "settings": {"selection": "on-turn", "canary": "full", "recall_timing": 100}},
     {
         "batch": 3,
@@ -44,6 +46,7 @@ SERVERS = (  # the default server, on turn; one with learned sinks, whose rows h
     {"batch": 3, "settings": {"page_size": 8, "digest": "two-bit", "kv_dtype": "int8", "canary": "full"}},
     {"batch": 16, "settings": {"kv_dtype": "int8"}},
     {"batch": 3, "settings": {"page_size": 8, "digest": "two-bit", "kv_dtype": "fp8_e4m3"}},
+    {"batch": 3, "kv_heads": 1, "settings": {}},
 )
 
 ROWS = "no row is in a launch twice"
