@@ -1,4 +1,4 @@
-"""KV in 8 bits, as ``--freekv-kv-dtype int8`` stores it: what methods, and the prefill before them, see of it."""
+"""KV in 8 bits, as ``--freekv-kv-dtype int8`` or SGLang's fp8 stores it: what methods, and the prefill before them, see of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.accuracy.method import AS_COMPUTED, Budget, Cache, Method, Prompt
-from sglang_freekv.config import KV_DTYPES
-from sglang_freekv.kernels.reference_codes import code_vectors, decode_vectors
+from sglang_freekv.config import STORED_DTYPES
+from sglang_freekv.kernels.reference_codes import code_floats, code_vectors, decode_vectors
 from sglang_freekv.kernels.reference_rotation import rotate
+from sglang_freekv.memory_pool.kv_format import FLOATS_OF_8_BITS
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Coded:
     kv_dtype: str = "int8"
 
     def __post_init__(self) -> None:
-        if self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype {self.kv_dtype}: expected one of {', '.join(KV_DTYPES)}")
+        if self.kv_dtype not in STORED_DTYPES:
+            raise ValueError(f"kv_dtype {self.kv_dtype}: expected one of {', '.join(STORED_DTYPES)}")
 
     @property
     def prompt_queries(self) -> int | None:
@@ -38,14 +39,23 @@ def kv_dtype_of(method: Method) -> str:
     return getattr(method, "kv_dtype", AS_COMPUTED)
 
 
+def kv_dtypes_of(method: Method, dense_layers: int, layers: int) -> tuple[str, ...]:
+    """How each layer stores KV. Dense layers have SGLang's fp8, too, and no int8."""
+    own = kv_dtype_of(method)
+    return (own if own in FLOATS_OF_8_BITS else AS_COMPUTED,) * dense_layers + (own,) * (layers - dense_layers)
+
+
 def stored(keys: torch.Tensor, values: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[..., D]`` as attention, digests and selection see what is stored of them: coded keys are rotated back.
+    """Keys and values ``[..., D]`` as attention, digests and selection see what is stored of them: keys in int8 are rotated back.
 
     Raises:
-        ValueError: KV is coded, and 8 does not divide D.
+        ValueError: KV is in int8, and 8 does not divide D.
     """
     if kv_dtype == AS_COMPUTED:
         return keys, values
+    if kv_dtype in FLOATS_OF_8_BITS:
+        as_floats = (code_floats(each, FLOATS_OF_8_BITS[kv_dtype]) for each in (keys, values))
+        return tuple(each.to(keys.dtype) for each in as_floats)
     rotated, decoded_values = (decode_vectors(*code_vectors(each)) for each in (_rotated(keys), values))
     return _rotated(rotated).to(keys.dtype), decoded_values.to(values.dtype)
 

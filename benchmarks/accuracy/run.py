@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 import torch
 
 from benchmarks.accuracy import summarise
-from benchmarks.accuracy.coded import kv_dtype_of
+from benchmarks.accuracy.coded import kv_dtype_of, kv_dtypes_of
 from benchmarks.accuracy.fitting import Fitting
 from benchmarks.accuracy.grid import DENSE, Cell, add_arguments, budget_of, is_done, open_report, score
 from benchmarks.accuracy.method import AS_COMPUTED, Budget, Method
@@ -74,11 +74,10 @@ def queries_read(methods: list[Method]) -> int | None:
 
 
 def by_kv_dtypes(works: dict, model: OfflineModel, dense_layers: int) -> dict[tuple[str, ...], dict]:
-    """The works that a prefill serves, by how each layer stores KV, those as computed first; layers that are dense store it so."""
+    """The works that a prefill serves, by how each layer stores KV, those as computed first."""
     groups: dict[tuple[str, ...], dict] = {}
     for key, work in sorted(works.items(), key=lambda each: kv_dtype_of(each[1].method) != AS_COMPUTED):
-        kv_dtypes = (AS_COMPUTED,) * dense_layers + (kv_dtype_of(work.method),) * (model.layers - dense_layers)
-        groups.setdefault(kv_dtypes, {})[key] = work
+        groups.setdefault(kv_dtypes_of(work.method, dense_layers, model.layers), {})[key] = work
     return groups
 
 

@@ -40,6 +40,7 @@ ACCURATE = {TYPED[setting]: value for setting, value in PRESETS["accurate"].sett
 SELECTIONS = {
     "accurate": ACCURATE,
     "accurate-int8": ACCURATE | {"--freekv-kv-dtype": "int8"},
+    "accurate-fp8": ACCURATE | {"--kv-cache-dtype": "fp8_e4m3"},
     "page-16": {"--page-size": 16},
     "page-8": {"--page-size": 8},
     "narrow": {"--freekv-sink": 32, "--freekv-window": 64},

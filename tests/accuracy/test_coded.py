@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from benchmarks.accuracy import coded, run
-from benchmarks.accuracy.coded import Coded, stored
+from benchmarks.accuracy.coded import Coded, kv_dtypes_of, stored
 from benchmarks.accuracy.forced import Texts
 from benchmarks.accuracy.mass import Watched
 from benchmarks.accuracy.method import Budget
@@ -112,6 +112,16 @@ def test_keys_are_rotated_and_values_are_not():
     assert stored(*low, "auto")[0] is low[0] and {each.dtype for each in stored(*low, "int8")} == {torch.bfloat16}
 
 
+def test_floats_of_8_bits_are_in_dense_layers_too_and_not_rotated():
+    keys, values = 300 * torch.randn(2, 2, 3, 5, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    for kv_dtype, float_type, largest in (("fp8_e4m3", torch.float8_e4m3fn, 448), ("fp8_e5m2", torch.float8_e5m2, 57344)):
+        found = stored(keys, values, kv_dtype)
+        for ours, numbers in zip(found, (keys, values), strict=True):
+            torch.testing.assert_close(ours, numbers.clamp(-largest, largest).to(float_type).float(), rtol=0, atol=0)
+    assert kv_dtypes_of(Coded(Full(), "fp8_e4m3"), 1, 3) == ("fp8_e4m3",) * 3
+    assert kv_dtypes_of(Coded(Full()), 1, 3) == ("auto", "int8", "int8") and kv_dtypes_of(Full(), 1, 2) == ("auto", "auto")
+
+
 def test_digests_and_selection_are_of_coded_keys(model, token_ids):
     method, prompts = Coded(FreeKV(digest="min-max")), model.prefill(token_ids, 1, ["auto", "int8", "int8"]).prompts
     pages = method.begin(prompts[1], BUDGET).pages
@@ -124,7 +134,7 @@ def test_a_prompt_that_is_not_stored_so_is_refused(model, token_ids):
     prompts = model.prefill(token_ids).prompts
     with pytest.raises(ValueError, match="^kv_dtype int8: expected a prompt that was prefilled with it, got one with auto$"):
         Coded(Full()).begin(prompts[0], BUDGET)
-    with pytest.raises(ValueError, match="^kv_dtype int4: expected one of auto, int8$"):
+    with pytest.raises(ValueError, match="^kv_dtype int4: expected one of auto, int8, fp8_e4m3, fp8_e5m2$"):
         Coded(Full(), "int4")
 
 

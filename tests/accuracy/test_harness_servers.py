@@ -15,7 +15,7 @@ from benchmarks.accuracy.methods import METHODS
 from benchmarks.accuracy.methods.freekv import FreeKV
 from benchmarks.accuracy.methods.full import Full
 from sglang_freekv.config import KV_DTYPES, FreeKVConfig
-from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.options import NAMES, Options, config_from, with_kv_cache_dtype
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.presets import PRESETS
 
@@ -99,7 +99,7 @@ def test_a_server_is_started_for_what_is_not_there(servers):
 def config_of(server: MadeUp) -> FreeKVConfig:
     """What the server makes of its flags."""
     typed = {name: value for flag, value in server.flags.items() if (name := flag.removeprefix("--").replace("-", "_")) in NAMES}
-    return config_from(Options(**typed), server.flags["--page-size"])
+    return with_kv_cache_dtype(config_from(Options(**typed), server.flags["--page-size"]), server.flags.get("--kv-cache-dtype"))
 
 
 def test_flags_are_those_of_the_offline_budget(servers, monkeypatch):
@@ -133,7 +133,8 @@ def test_the_row_of_a_preset_is_the_preset_at_the_cells_budget(servers, tmp_path
     _, results, started = servers("--only", "*/freekv-accurate*", "*/full")
     accurate = FreeKVConfig(**PRESETS["accurate"].settings)
     common = {"dense_layers": (0,), "host_memory_gib": 4.0, "resident_memory_gib": 0.0}
-    expected = [replace(accurate, budget_tokens=budget, kv_dtype=each, **common) for each in KV_DTYPES for budget in (160, 192)]
+    stored = (*KV_DTYPES, "fp8_e4m3")
+    expected = [replace(accurate, budget_tokens=budget, kv_dtype=each, **common) for each in stored for budget in (160, 192)]
     assert [config_of(server) for server in started[1:]] == expected
     assert results["magic-number/360/160/freekv-accurate"]["trace"]["mean"]["attended"] == 5 * accurate.page_size
 
@@ -143,4 +144,4 @@ def test_both_halves_have_the_row_of_the_preset():
     told = (row.page, row.sink, row.window, row.tau, row.digest, row.pooling, row.hysteresis)
     assert told == tuple(value for name, value in accurate.settings.items() if name != "budget_tokens")
     assert replace(FreeKV(), **{name: getattr(row, name) for name in ("page", "sink", "window", "tau", "digest", "hysteresis")}) == row
-    assert METHODS["freekv-accurate-int8"]() == Coded(row)
+    assert METHODS["freekv-accurate-int8"]() == Coded(row) and METHODS["freekv-accurate-fp8"]() == Coded(row, "fp8_e4m3")

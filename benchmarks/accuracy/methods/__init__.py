@@ -75,6 +75,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "freekv": FreeKV,
     "freekv-accurate": ACCURATE_ROW,
     "freekv-accurate-int8": partial(Coded, ACCURATE_ROW()),
+    "freekv-accurate-fp8": partial(Coded, ACCURATE_ROW(), "fp8_e4m3"),
     "freekv-no-correction": partial(FreeKV, correction=False),
     "freekv-min-max": partial(FreeKV, digest="min-max"),
     "freekv-page-16": partial(FreeKV, page=16),
