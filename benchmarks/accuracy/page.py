@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 
@@ -41,9 +42,9 @@ from benchmarks.report import ROOT, markdown
 PAGE, SELECTION, RESULTS = ROOT / "docs" / "accuracy.md", ROOT / "docs" / "history" / "selection.md", ROOT / "benchmarks" / "results"
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SERVERS = ("budget-2048-server", "budget-2048-gqa-4-server", "budget-512-server", "budget-512-gqa-4-server")
-REAL_FILE, INT8_FILE = "real", "real-int8"
+REAL_FILE, INT8_FILE, FP8_FILE = "real", "real-int8", "real-fp8"
 HALVES = ("budget-512", "fair-rows", "selection", "aggregation", "dense-0", "dense-2")  # measured offline
-FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES), REAL_FILE, INT8_FILE)
+FILES = (*SERVERS, *(f"{name}-offline" for name in HALVES), REAL_FILE, INT8_FILE, FP8_FILE)
 
 
 @cache
@@ -111,15 +112,26 @@ def real_lengths() -> str:
     return markdown(("system", "page", *header), rows)
 
 
-def int8() -> str:
-    """KV in 8 bits beside KV as computed, at each length that was measured."""
-    found, rows = real(INT8_FILE), []
-    for length in LENGTHS:
-        plain, coded = (f"{length}/512/{method}" for method in IN_8_BITS)
+def in_8_bits() -> str:
+    """KV in 8 bits beside KV as computed, at each length that was measured: each kind by the file that has it."""
+    rows = []
+    for length, (kind, file) in product(LENGTHS, (("int8", INT8_FILE), ("fp8", FP8_FILE))):
+        found = real(file)
+        plain, coded = f"{length}/512/{IN_8_BITS}", f"{length}/512/{IN_8_BITS}-{kind}"
         if coded in found:
             own, (distance, further, perplexity, *_) = compared(found, plain), compared(found, coded, plain)
-            rows.append((f"{length:,} tokens", found[coded]["documents"], own[0], distance, further, own[1], perplexity))
-    header = ("length", "texts", "KL to dense", "KL, int8", "int8 minus own type", "perplexity over dense", "perplexity, int8")
+            told = "fp8_e4m3" if kind == "fp8" else kind
+            rows.append((f"{length:,} tokens", found[coded]["documents"], told, own[0], distance, further, own[1], perplexity))
+    header = (
+        "length",
+        "texts",
+        "8 bits",
+        "KL to dense",
+        "KL, 8 bits",
+        "8 bits minus own type",
+        "perplexity over dense",
+        "perplexity, 8 bits",
+    )
     return markdown(header, rows)
 
 
@@ -162,7 +174,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tau": thresholds,
     "real": real_weights,
     "real-lengths": real_lengths,
-    "int8": int8,
+    "8-bits": in_8_bits,
     "made": made,
 }
 PAGES = {PAGE: TABLES, SELECTION: {name: partial(tried, name) for name in TRIED}}
