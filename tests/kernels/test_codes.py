@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from appended import some_step
 from covering import covering
 from sglang_freekv.kernels import KV, Scales, reference
 from sglang_freekv.kernels.append import append_tokens
-from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.decode import decode_tokens
 from sglang_freekv.kernels.kv import LARGEST_CODE
 from sglang_freekv.kernels.reference_codes import LARGEST_SCALE, code_vectors, decode_vectors
@@ -145,28 +145,19 @@ def test_extends_write_codes(D, T, H, dtype):
     {str(dim): dim for dim in (8, 80, 128)}, {"1 head": 1, "3 heads": 3}, {"6 slots": 6, "8 slots": 8}, DTYPES,
 ))  # fmt: skip
 def test_decode_steps_append_codes(D, H, C, dtype):
-    """Into slots, a resident page, and nowhere, for a padding request."""
     B, R, S, P = 12, 13, 4, 5
     fused = awkward(B, 3 * H, D, dtype=dtype)
     keys, values = fused[:, H : 2 * H], fused[:, 2 * H :].clone()
-    rows, seq_lens = torch.arange(B, device=DEVICE), torch.arange(B, device=DEVICE) % (P * S) + 1
-    pages = ((seq_lens - 1) // S).to(torch.int32)
-    slots = torch.full((R, H, C), -1, dtype=torch.int32, device=DEVICE)
-    slots[rows, :, C - 1] = pages[:, None]
-    tables = Tables(slots, slots, torch.randperm(R * C).view(R, C).to(torch.int32).to(DEVICE))
-    frames = torch.full((B, P), -1, dtype=torch.int32, device=DEVICE)
-    frames[7, pages[7]] = R * C
-    page_table = torch.arange(B * P, dtype=torch.int32, device=DEVICE).view(B, P)
+    step = some_step(B, H, C, S, P, DEVICE)
     written = []
     for kernel in (append_tokens, reference.append_tokens):
         kv = room(R * C + 1, S, H, dim=D, scale_stride=2)
-        where = rows, seq_lens, page_table, frames, tables
-        starts, filled = kernel(keys, values, *where, keys=kv.keys, values=kv.values, scales=kv.scales)
+        starts, filled = kernel(keys, values, *step, keys=kv.keys, values=kv.values, scales=kv.scales)
         written.append((*tensors(kv), starts.int(), filled.int()))
     assert_same_bits(*written)
     found, starts = written[0], written[0][4].long()
     codes, scales = code_vectors(values)
-    token = (starts // S)[1:], ((seq_lens - 1) % S)[1:, None], torch.arange(H, device=DEVICE)
+    token = (starts // S)[1:], ((step.seq_lens - 1) % S)[1:, None], torch.arange(H, device=DEVICE)
     assert torch.equal(found[1][token], codes[1:]) and torch.equal(found[3][token].nan_to_num(-1), scales[1:].nan_to_num(-1))
     assert (found[0] != NO_CODE).sum() == (B - 1) * H * D and (found[2] != -7).sum() == (B - 1) * H
 

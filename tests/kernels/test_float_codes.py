@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from appended import some_step
 from covering import covering
 from sglang_freekv.kernels import KV, reference
 from sglang_freekv.kernels.append import append_tokens
-from sglang_freekv.kernels.candidates import Tables
 from sglang_freekv.kernels.checksum import checksum_pages
 from sglang_freekv.kernels.decode import decode_tokens
 from sglang_freekv.kernels.digest import digest_pages
@@ -111,25 +111,17 @@ def test_extends_write_every_number_as_the_reference(dtype, of):
     {str(dim): dim for dim in (8, 80, 128)}, {"1 head": 1, "3 heads": 3}, {"6 slots": 6, "8 slots": 8}, DTYPES, FLOATS,
 ))  # fmt: skip
 def test_decode_steps_append_floats(D, H, C, of, dtype):
-    """Into slots, a resident page, and nowhere, for a padding request."""
     B, R, S, P = 12, 13, 4, 5
     numbers = every(of)
     keys, values = numbers[torch.randint(len(numbers), (2, B, H, D), device=DEVICE)]
-    rows, seq_lens = torch.arange(B, device=DEVICE), torch.arange(B, device=DEVICE) % (P * S) + 1
-    pages = ((seq_lens - 1) // S).to(torch.int32)
-    slots = torch.full((R, H, C), -1, dtype=torch.int32, device=DEVICE)
-    slots[rows, :, C - 1] = pages[:, None]
-    tables = Tables(slots, slots, torch.randperm(R * C).view(R, C).to(torch.int32).to(DEVICE))
-    frames = torch.full((B, P), -1, dtype=torch.int32, device=DEVICE)
-    frames[7, pages[7]] = R * C
-    page_table = torch.arange(B * P, dtype=torch.int32, device=DEVICE).view(B, P)
+    step = some_step(B, H, C, S, P, DEVICE)
     written = []
     for kernel in (append_tokens, reference.append_tokens):
         kv = room(R * C + 1, S, H, D, dtype=dtype)
-        starts, filled = kernel(keys, values, rows, seq_lens, page_table, frames, tables, keys=kv.keys, values=kv.values)
+        starts, filled = kernel(keys, values, *step, keys=kv.keys, values=kv.values)
         written.append([bits(kv.keys), bits(kv.values), starts.cpu().int(), filled.cpu().int()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*written, strict=True))
-    token = (written[0][2].long() // S)[1:], ((seq_lens.cpu() - 1) % S)[1:, None], torch.arange(H)
+    token = (written[0][2].long() // S)[1:], ((step.seq_lens.cpu() - 1) % S)[1:, None], torch.arange(H)
     assert torch.equal(written[0][1].view(R * C + 1, S, H, D)[token], nearest(values[1:], dtype).view(B - 1, H, D))
     untouched = torch.ones(R * C + 1, S, H, dtype=torch.bool)
     untouched[token] = False
