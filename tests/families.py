@@ -115,6 +115,7 @@ WINDOWED = SINKS | ONE_POOL
 
 
 CALM = 0.5  # of queries and keys in wider models, whose attention would turn rounding into other tokens
+CALMER = 0.25  # of wider gpt-oss besides, and of its experts: YaRN multiplies its logits, and experts' weights the sums of two products
 
 
 def spread(hidden_size: int = 64, **_) -> float:
@@ -143,6 +144,8 @@ def make_model(family: Family, path: Path, *, dtype: torch.dtype = torch.float32
         for name, parameter in model.named_parameters():
             if fields["hidden_size"] >= 512 and name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.mul_(CALM)
+            if fields["hidden_size"] >= 512 and family.kind == "gpt_oss" and any(part in name for part in ("q_proj", "k_proj", "experts")):
+                parameter.mul_(CALMER)
             if name.endswith("sinks"):  # SGLang has them in this type, and those of a trained model are of many sizes
                 parameter.copy_((torch.randn_like(parameter) * 2).bfloat16())
         for name, buffer in model.named_buffers():
