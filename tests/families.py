@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,10 @@ WINDOWED = SINKS | ONE_POOL
 
 
 CALM = 0.5  # of queries and keys in wider models, whose attention would turn rounding into other tokens
-CALMER = 0.25  # of wider gpt-oss besides, and of its experts: YaRN multiplies its logits, and experts' weights the sums of two products
+WIDER = {  # factors of weights in wider models besides
+    # YaRN and two products of experts enlarge rounding until no token is as before. Beside small embeddings each answer repeats a token.
+    "gpt_oss": {"q_proj": 0.5, "k_proj": 0.5, "o_proj": 0.25, "experts": 0.1, "embed_tokens": 32},
+}
 
 
 def spread(hidden_size: int = 64, **_) -> float:
@@ -142,10 +146,10 @@ def make_model(family: Family, path: Path, *, dtype: torch.dtype = torch.float32
         if family.kind == "gemma3_text":  # it makes embeddings larger, and with tied ones each token would repeat itself
             model.get_input_embeddings().weight.mul_(0.1)
         for name, parameter in model.named_parameters():
-            if fields["hidden_size"] >= 512 and name.endswith(("q_proj.weight", "k_proj.weight")):
-                parameter.mul_(CALM)
-            if fields["hidden_size"] >= 512 and family.kind == "gpt_oss" and any(part in name for part in ("q_proj", "k_proj", "experts")):
-                parameter.mul_(CALMER)
+            if fields["hidden_size"] >= 512:
+                if name.endswith(("q_proj.weight", "k_proj.weight")):
+                    parameter.mul_(CALM)
+                parameter.mul_(math.prod(factor for part, factor in WIDER.get(family.kind, {}).items() if part in name))
             if name.endswith("sinks"):  # SGLang has them in this type, and those of a trained model are of many sizes
                 parameter.copy_((torch.randn_like(parameter) * 2).bfloat16())
         for name, buffer in model.named_buffers():

@@ -55,8 +55,8 @@ def nearest(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     below = (above - 1).clamp(min=0)
     up, down = (order[above] - wanted).abs(), (wanted - order[below]).abs()
     chosen = torch.where((up < down) | ((up == down) & (finite[above] % 2 == 0)), above, below)
-    code = finite[chosen].int().where(~numbers.cpu().isnan(), 0x7F)
-    return (code | (numbers.cpu().signbit().int() << 7)).to(torch.uint8)
+    code = finite[chosen].int() | (numbers.cpu().signbit().int() << 7)
+    return code.where(~numbers.cpu().isnan(), 0x7F).to(torch.uint8)
 
 
 def room(*shape: int, dtype: torch.dtype) -> KV:
@@ -65,7 +65,10 @@ def room(*shape: int, dtype: torch.dtype) -> KV:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().view(torch.uint8)
+    """Codes. A NaN has no sign here: a GPU drops that of a 16-bit number when it makes 32 bits of it."""
+    tensor = tensor.cpu().contiguous()
+    codes = tensor.view(torch.uint8)
+    return codes.where(~tensor.float().isnan(), 0x7F)
 
 
 def without_strangers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
