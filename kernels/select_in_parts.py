@@ -48,7 +48,8 @@ def _norms(p_group, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
         b_sums = tl.where(b_logits > b_most, b_sums * b_less + 1, b_sums + b_less)
         b_most = tl.maximum(b_logits, b_most)
     b_top = tl.max(b_most, 1)
-    return b_top, tl.log(tl.sum(b_sums * tl.exp(b_most - b_top[:, None]), 1))
+    # A product here would be fused with the first addition between threads, which then have sums that differ, and tell equal pages apart.
+    return b_top, tl.log(tl.sum(tl.exp(b_most + tl.log(b_sums) - b_top[:, None]), 1))
 
 
 @triton.jit

@@ -45,7 +45,7 @@ NARROW = dict(hidden_size=512, intermediate_size=512, head_dim=64, num_attention
 SINKS = Served(WINDOWED["granite-swa"], NARROW | dict(sliding_window=128, attention_multiplier=1 / 64), {}, attention="triton")
 WINDOWS = Served(WINDOWED["olmo-3"], NARROW | dict(sliding_window=128, num_key_value_heads=8), {}, attention="fa3")
 COMMAND = Served(WINDOWED["command-a"], NARROW | dict(sliding_window=128, num_key_value_heads=2), {}, attention="fa3")
-GPT_OSS = Served(WINDOWED["gpt-oss"], dict(hidden_size=512, intermediate_size=512), {}, attention="triton")
+GPT_OSS = Served(WINDOWED["gpt-oss"], dict(hidden_size=512, intermediate_size=512), {}, attention="fa3")
 NOT_FUSED = {"--enforce-disable-flashinfer-allreduce-fusion": True}  # it asks for multicast, and stock SGLang waits for it on GPUs without
 EXPERTS = Served(FAMILIES["qwen3-moe"], WIDE | dict(head_dim=128), {})
 MODELS = {
