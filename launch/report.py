@@ -244,8 +244,6 @@ def _recall(plan: Plan) -> Iterator[Finding]:
 def _unchecked(plan: Plan) -> Iterator[str]:
     if not plan.model.is_tested:
         yield f"{plan.model.name}: the server's rules let it pass, and this project's tests have not run it"
-    if plan.config.is_coded and not plan.config.has_scales and plan.on_gpu:
-        yield f"--kv-cache-dtype {plan.config.kv_dtype} on a GPU: this project's tests have not run it there"
     if plan.weight_bytes is None:
         yield "whether the weights fit: their size is not known"
     if plan.hardware.device == "cuda" and plan.hardware.gpu_bytes is None:
