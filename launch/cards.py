@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cards: the GPUs that the doctor knows by name, with their memory and their link to the host."""
+"""Cards: the GPUs that the doctor knows by name, with their memory, their link to the host and what they compute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ class Card(NamedTuple):
         name: as users write it.
         gib: GiB that CUDA reports, a little less than the nominal size.
         link_gb_per_s: estimated GB/s of its link to host memory.
+        capability: compute capability, as CUDA counts it.
     """
 
     name: str
     gib: float
     link_gb_per_s: float
+    capability: tuple[int, int]
 
     @property
     def memory_bytes(self) -> int:
@@ -30,29 +32,29 @@ class Card(NamedTuple):
 
 
 CARDS = (
-    Card("A10", 22.0, GEN4),
-    Card("A10G", 22.0, GEN4),
-    Card("A30", 23.5, GEN4),
-    Card("A40", 44.4, GEN4),
-    Card("A6000", 47.4, GEN4),
-    Card("A100", 79.2, GEN4),
-    Card("A100-80", 79.2, GEN4),
-    Card("A100-40", 39.4, GEN4),
-    Card("L4", 22.0, GEN4),
-    Card("L40", 44.4, GEN4),
-    Card("L40S", 44.4, GEN4),
-    Card("H20", 95.0, GEN5),
-    Card("H100", 79.1, GEN5),
-    Card("H100-94", 93.1, GEN5),
-    Card("H200", 139.7, GEN5),
-    Card("GH200", 94.5, C2C),
-    Card("B200", 178.3, GEN5),
-    Card("B300", 267.0, GEN5),
-    Card("RTX-3090", 23.6, GEN4),
-    Card("RTX-4090", 23.5, GEN4),
-    Card("RTX-5090", 31.3, GEN5),
-    Card("RTX-6000-Ada", 47.4, GEN4),
-    Card("RTX-PRO-6000", 94.9, GEN5),
+    Card("A10", 22.0, GEN4, (8, 6)),
+    Card("A10G", 22.0, GEN4, (8, 6)),
+    Card("A30", 23.5, GEN4, (8, 0)),
+    Card("A40", 44.4, GEN4, (8, 6)),
+    Card("A6000", 47.4, GEN4, (8, 6)),
+    Card("A100", 79.2, GEN4, (8, 0)),
+    Card("A100-80", 79.2, GEN4, (8, 0)),
+    Card("A100-40", 39.4, GEN4, (8, 0)),
+    Card("L4", 22.0, GEN4, (8, 9)),
+    Card("L40", 44.4, GEN4, (8, 9)),
+    Card("L40S", 44.4, GEN4, (8, 9)),
+    Card("H20", 95.0, GEN5, (9, 0)),
+    Card("H100", 79.1, GEN5, (9, 0)),
+    Card("H100-94", 93.1, GEN5, (9, 0)),
+    Card("H200", 139.7, GEN5, (9, 0)),
+    Card("GH200", 94.5, C2C, (9, 0)),
+    Card("B200", 178.3, GEN5, (10, 0)),
+    Card("B300", 267.0, GEN5, (10, 3)),
+    Card("RTX-3090", 23.6, GEN4, (8, 6)),
+    Card("RTX-4090", 23.5, GEN4, (8, 9)),
+    Card("RTX-5090", 31.3, GEN5, (12, 0)),
+    Card("RTX-6000-Ada", 47.4, GEN4, (8, 9)),
+    Card("RTX-PRO-6000", 94.9, GEN5, (12, 0)),
 )
 
 

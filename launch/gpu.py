@@ -32,6 +32,10 @@ class Gpu:
         return torch.cuda.get_device_name(0)
 
     @property
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(0)
+
+    @property
     def count(self) -> int:
         return torch.cuda.device_count()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from sglang_freekv.config import GIB
+from sglang_freekv.launch.cards import card_of
 from sglang_freekv.launch.finding import size
 from sglang_freekv.launch.machine import Machine
 from sglang_freekv.launch.question import Question
@@ -21,6 +22,7 @@ class Hardware:
     Args:
         device: ``"cuda"`` or ``"cpu"``.
         gpu: name of its GPUs.
+        capability: their compute capability; None if unknown, or without GPUs.
         gpus: number of GPUs.
         gpu_bytes: free bytes of one GPU; None if unknown.
         host_bytes: free bytes of host memory; None if unknown.
@@ -30,6 +32,7 @@ class Hardware:
 
     device: str
     gpu: str
+    capability: tuple[int, int] | None
     gpus: int
     gpu_bytes: int | None
     host_bytes: int | None
@@ -42,7 +45,9 @@ class Hardware:
         name, memory, link = question.gpu or ("GPU of unknown size", None, None)
         link, origin = (question.link, "given") if question.link else (link and link * 1e9, f"an estimate for {name}")
         device = question.server.device or "cuda"
-        return cls(device, name, question.gpus or question.ranks, memory, question.host_bytes, link, origin)
+        card = card_of(name)
+        capability = card.capability if card else None
+        return cls(device, name, capability, question.gpus or question.ranks, memory, question.host_bytes, link, origin)
 
     @classmethod
     def here(cls, question: Question, machine: Machine, link: float | None) -> Hardware:
@@ -50,9 +55,8 @@ class Hardware:
         gpu = machine.gpu
         on_gpu = gpu.present and question.server.device != "cpu"
         device, name = ("cuda", gpu.name) if on_gpu else ("cpu", "no GPU")
-        found = cls(
-            device, name, gpu.count if on_gpu else 0, gpu.memory_bytes[0] if on_gpu else None, machine.available_bytes, link, "measured"
-        )
+        capability, count, memory = (gpu.capability, gpu.count, gpu.memory_bytes[0]) if on_gpu else (None, 0, None)
+        found = cls(device, name, capability, count, memory, machine.available_bytes, link, "measured")
         return found if question.link is None else replace(found, link=question.link, origin="given")
 
     @property

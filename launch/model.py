@@ -117,11 +117,12 @@ class Model:
             fitting = max(fewer for fewer in range(1, ranks + 1) if self.fits_ranks(fewer))
             raise Refusal(f"--tp-size {ranks}: expected a number that divides {heads}; use --tp-size {fitting}")
 
-    def refuse_settings(self, config: FreeKVConfig, device: str) -> None:
+    def refuse_settings(self, config: FreeKVConfig, device: str, capability: tuple[int, int] | None) -> None:
         """Apply the server's own rules for flags to this model.
 
         Args:
             device: "cuda" or "cpu".
+            capability: compute capability of its GPUs; None if unknown.
 
         Raises:
             Refusal: the server would refuse a flag.
@@ -133,6 +134,7 @@ class Model:
         defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None)
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
         asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size, attention_backend=BACKEND_NAME))
+        asked.gpu_capability = capability
         refused_flags.refuse_flags(asked)
         states.refuse_states(asked, self.config, config)
         refusals.refuse_resolved(asked, self.config, config)

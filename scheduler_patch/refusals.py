@@ -126,7 +126,7 @@ RESOLVED_RULES = (
         "--kv-cache-dtype fp8_e5m2: SGLang does not serve it with --device cpu; use --kv-cache-dtype fp8_e4m3 or auto",
     ),
     Rule(
-        lambda s, m, c: s.device == "cuda" and c.kv_dtype == "fp8_e4m3" and _lacks_e4m3(),
+        lambda s, m, c: s.device == "cuda" and c.kv_dtype == "fp8_e4m3" and _lacks_e4m3(s),
         "--kv-cache-dtype fp8_e4m3: expected a GPU of compute capability 8.9 or more, which converts these floats, found one of less; use "
         "--kv-cache-dtype auto, with --freekv-kv-dtype int8 for 8 bits",
     ),
@@ -305,8 +305,10 @@ def _is_on(name: str) -> bool:
     return getattr(envs, name).get() if hasattr(envs, name) else False
 
 
-def _lacks_e4m3() -> bool:
-    """Whether this machine's GPU is older than those that Triton makes floats of this type for. Without one the doctor asks."""
+def _lacks_e4m3(settings) -> bool:
+    """Whether the GPU is older than those that Triton makes floats of this type for: this machine's, or that of a plan, if it is known."""
+    if hasattr(settings, "gpu_capability"):
+        return (settings.gpu_capability or (8, 9)) < (8, 9)
     return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 
 

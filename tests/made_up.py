@@ -24,7 +24,7 @@ class FakeGpu:
     """A device that copies at 50 and 40 GB/s, or fails as it is told to."""
 
     present, device, complaint, name = True, "cuda", None, "NVIDIA Made-up"
-    memory_bytes, pci_address, count = (80 * GIB, 81 * GIB), "0000:ab:00.0", 1
+    memory_bytes, pci_address, count, capability = (80 * GIB, 81 * GIB), "0000:ab:00.0", 1, (9, 0)
 
     def __init__(self, pin: Exception | None = None, copy: Exception | None = None) -> None:
         self.failures, self.asked = {"pin": pin, "copy": copy}, []

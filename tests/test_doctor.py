@@ -98,6 +98,17 @@ def test_codes_by_hand(make_machine, ask):
     assert coded.flag("--freekv-kv-dtype") == "int8" and "bfloat16 with retrieved KV in int8, " in coded.found["model"].value
 
 
+@pytest.mark.parametrize("gpu, served", [("A100", False), ("RTX 3090", False), ("L4", True), ("H200", True), ("80", True)])
+def test_e4m3_asks_for_the_gpu_of_the_plan(ask, monkeypatch, gpu, served):
+    """Not for this machine's, which is another here."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 9) if not served else (8, 0))
+    question = (None, "--model-path", LLAMA, "--gpu", gpu, "--host-memory", 512, "--kv-cache-dtype")
+    said = ask(*question, "fp8_e4m3")
+    assert ("--kv-cache-dtype fp8_e4m3: expected a GPU of compute capability 8.9" in said.err) == (not served) == (said.code == 2)
+    assert ask(*question, "fp8_e5m2").code != 2
+
+
 def test_floats_of_8_bits_by_hand(make_machine, ask):
     """By SGLang's own flag. They have no scales, and dense layers have them, too."""
     flags = ("--model-path", LLAMA, "--context-length", 32768, "--requests", 3, "--freekv-preset", "fast")
