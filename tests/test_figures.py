@@ -285,3 +285,19 @@ def test_the_page_is_that_of_the_results(tmp_path, undrawn):
     if made:
         assert committed.read_text() == figures.page(made), "run python -m benchmarks.paper.figures and commit docs"
     assert {path.name for path in committed.parent.glob("*.png")} == {path.name for path in tmp_path.glob("*.png")}
+
+
+def test_what_int8_saves_under_pressure_is_that_of_the_results():
+    """In tuning and in the README: times per token, their ratio, and tokens per second while decoding and over the whole run."""
+    found = {}
+    for kind in ("int8", "bf16"):
+        results = json.loads((ROOT / "benchmarks" / "results" / f"same-kv-{kind}.json").read_text())["results"]
+        found |= {kind if key.startswith("freekv") else "stock": result for key, result in results.items()}
+    int8, bf16, stock = (found[name] for name in ("int8", "bf16", "stock"))
+    [line] = [line for line in (ROOT / "docs" / "tuning.md").read_text().splitlines() if "same-kv-int8.json" in line]
+    times = f"{int8['tpot_s'] * 1e3:.1f} ms", f"{bf16['tpot_s'] * 1e3:.1f} ms", f"{int8['tpot_s'] / bf16['tpot_s']:.2f}"[1:] + "."
+    rates = [f"{each['decoding_tokens_per_s']:,.0f}" for each in (int8, bf16, stock)]
+    assert all(each in line for each in (*times, f"{rates[0]} tokens/s", f"gives {rates[2]}.", f"{int8['at_once']} of 30"))
+    whole = [f"{each['tokens_per_s']:.0f}" for each in (int8, bf16, stock)]
+    told = "gives {} tokens/s, bf16 {} and stock SGLang {}; over the whole run {}, {} and {}.".format(*rates, *whole)
+    assert told in (ROOT / "README.md").read_text()

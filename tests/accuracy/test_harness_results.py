@@ -250,6 +250,18 @@ def test_tuning_tells_what_8_bits_cost():
     assert re.findall(r"[ (](\.\d{4})\b", line) == [f"{each:.4f}"[1:] for each in kl]
 
 
+def test_tuning_tells_what_int8_costs_over_tasks():
+    told, means = (ROOT / "docs" / "tuning.md").read_text(), []
+    [line] = [line for line in told.splitlines() if line.startswith("- Over twelve tasks ")]
+    for name in re.findall(r"results/(kv-dtype-[\w-]+).json", line):
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+        for method in (f"{IN_8_BITS}-int8", IN_8_BITS):
+            scores = [result["scores"] for key, result in found.items() if key.endswith(f"/16384/2048/{method}")]
+            assert len(scores) == 12
+            means.append(np.mean([np.mean(each) for each in scores]))
+    assert len(means) == 4 and re.findall(r" (\.\d{4})\b", line) == [f"{each:.4f}"[1:] for each in means]
+
+
 def test_a_page_without_one_of_its_tables_is_refused():
     text = page.PAGE.read_text()
     with pytest.raises(ValueError, match="tables tau: expected each of TABLES once"):
