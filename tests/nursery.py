@@ -6,7 +6,7 @@ nothing of SGLang's or ours. Whatever these do at import, with the environment a
     python -P nursery.py SOCKET MODULE...     # a file descriptor, by which ``Nursery`` asks; and what is imported
 
 A server first forks a helper, which stays as it is. Where ``multiprocessing`` would spawn, the helper forks a process that does what a
-spawned one does. It is then the server's child, as a spawned one would be.
+spawned one does. It is then the server's child, as a spawned one would be. Servers end with the process that asked for them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 MODULES = (  # the most expensive that SGLang 0.5.17 and 0.5.23 import, by python -X importtime
@@ -172,7 +173,9 @@ def begin_server(what: dict, files: list[int], asked: socket.socket) -> None:
     if pid:
         asked.send(str(pid).encode())
         asked.close()
-        os.write(end, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+        status = status_of(pid, end)
+        with suppress(BrokenPipeError):
+            os.write(end, str(status).encode())
         os._exit(0)
     asked.close()
     os.close(end)
@@ -187,6 +190,18 @@ def begin_server(what: dict, files: list[int], asked: socket.socket) -> None:
     else:
         become(what["env"], [program, *arguments], str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
+
+
+def status_of(pid: int, end: int) -> int:
+    """Wait for a server's end. It is killed, with all of its session, if nobody is left whom ``end`` could tell."""
+    ended, watch = os.pidfd_open(pid), select.poll()
+    watch.register(ended, select.POLLIN)
+    watch.register(end, 0)  # an error, once the other end is closed
+    if ended not in dict(watch.poll()):
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def helper() -> socket.socket:

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from nursery import MODULES, NEVER, Forked, Nursery
+from serving import wait_until
 
 PROGRAM = """
 import json, multiprocessing, os, random, signal, sys, time
@@ -58,6 +58,17 @@ if __name__ == "__main__":
         time.sleep(60)
     sys.exit(3)
 """
+ASKING = """
+import os, sys
+from pathlib import Path
+
+from nursery import Nursery
+
+program, environment = Path(sys.argv[1]), dict(os.environ)
+with (program.parent / "log").open("w") as log:
+    print(Nursery(environment, ["numpy"]).start([str(program), "stay"], environment, program.parent, log.fileno()).pid, flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +100,19 @@ def said(program: Path) -> list:
     return json.loads((program.parent / "log").read_text())
 
 
+def processes_of(session: int) -> list[str]:
+    """States of the processes of a server's session."""
+    return subprocess.run(["ps", "-o", "stat=", "-g", str(session)], capture_output=True, text=True).stdout.split()
+
+
+def wait_for_its_words(program: Path) -> None:
+    wait_until(lambda: (program.parent / "log").exists() and (program.parent / "log").read_text().endswith("]\n"))
+
+
+def wait_for_the_end_of(session: int) -> None:
+    wait_until(lambda: not processes_of(session), 10)
+
+
 def test_processes_are_those_of_interpreters(nursery, program):
     found = []
     for by in (nursery, None):
@@ -114,17 +138,24 @@ def test_processes_are_those_of_interpreters(nursery, program):
 
 def test_nobody_outlives_a_server_that_is_killed(nursery, program):
     process = start(nursery, program, "stay")
-    while not (program.parent / "log").read_text().endswith("]\n"):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_its_words(program)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.1)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
-    deadline = time.monotonic() + 10
-    while left := subprocess.run(["ps", "-o", "stat=", "-g", str(process.pid)], capture_output=True, text=True).stdout.split():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_for_the_end_of(process.pid)
+
+
+def test_no_server_outlives_who_asked_for_it(program):
+    """A test run that is killed can stop nobody."""
+    command = [sys.executable, "-c", ASKING, program]
+    environment = dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as asked:
+        pid = int(asked.stdout.readline())
+        wait_for_its_words(program)
+        assert processes_of(pid)
+        asked.kill()
+    wait_for_the_end_of(pid)
 
 
 def test_a_server_is_ended_as_by_its_handle(nursery, program):
