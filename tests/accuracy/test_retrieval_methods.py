@@ -213,33 +213,30 @@ def mean(numbers):
 
 
 def bounds(keys, digest):
-    """Largest and smallest value of each dimension in a page of keys [S, D], as the digest has it."""
-    upper, lower = keys.max(dim=0).values, keys.min(dim=0).values
+    """Largest and smallest value of each dimension in pages of keys [P, S, D], as the digest has it."""
+    upper, lower = keys.amax(1), keys.amin(1)
     if digest == "min-max":
         return upper, lower
     middle = (upper + lower) / 2
-    radius = torch.stack([(key - middle).abs() for key in keys]).mean(dim=0)
+    radius = (keys - middle[:, None]).abs().mean(1)
     return middle + radius, middle - radius
 
 
 def page_masses(query, keys):
-    """[query head] of the keys [S, D] of a page, each dimension of each key moved to the nearest of four values."""
-    least, step = keys.amin(0), (keys.amax(0) - keys.amin(0)) / 3
-    levels = torch.stack([least, least + step, least + 2 * step, least + 3 * step])
-    moved = [levels.gather(0, (levels - key).abs().argmin(0, keepdim=True))[0] for key in keys]
-    return [DIM**0.5 * math.log(sum(math.exp(one.double() @ key / DIM**0.5) for key in moved)) for one in query]
+    """[page][query head] of pages of keys [P, S, D], each dimension of each key moved to the nearest of four values."""
+    least, step = keys.amin(1), (keys.amax(1) - keys.amin(1)) / 3
+    levels = torch.stack([least, least + step, least + 2 * step, least + 3 * step], dim=1)  # [P, 4, D]
+    nearest = (levels[:, :, None] - keys[:, None]).abs().argmin(1)
+    return DIM**0.5 * (query @ levels.gather(1, nearest).mT / DIM**0.5).logsumexp(-1)
 
 
 def page_scores(query, keys, candidates, page, digest="min-max"):
-    """[page][query head] of queries [G, D]."""
-    found = []
-    for number in candidates:
-        if digest == "two-bit":
-            found.append(page_masses(query, keys[number * page : (number + 1) * page].double()))
-            continue
-        upper, lower = bounds(keys[number * page : (number + 1) * page], digest)
-        found.append(torch.maximum(query * upper, query * lower).sum(dim=1).tolist())
-    return found
+    """[page][query head] of queries [G, D]; all candidates are full pages."""
+    paged = torch.stack([keys[number * page : (number + 1) * page] for number in candidates])
+    if digest == "two-bit":
+        return page_masses(query.double(), paged.double()).tolist()
+    upper, lower = bounds(paged, digest)
+    return torch.maximum(query * upper[:, None], query * lower[:, None]).sum(-1).tolist()
 
 
 def best(scores, count):

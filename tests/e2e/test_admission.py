@@ -16,7 +16,7 @@ from serving import TestServer, freekv, wait_until
 
 pytestmark = pytest.mark.two_servers
 
-PAGE, POOL, ROWS, CLIENTS, NEW_TOKENS = 32, 1024, 4, 16, 80
+PAGE, POOL, ROWS, CLIENTS, NEW_TOKENS = 32, 1024, 4, 12, 80
 
 
 class Sample(NamedTuple):

@@ -16,13 +16,13 @@ NEW_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
-    """64 prompts of 16 to 6,000 tokens; 16 of them continue half of an earlier one."""
+    """32 prompts of 16 to 6,000 tokens; 8 of them continue half of an earlier one."""
     rng = np.random.default_rng(0)
-    lengths = np.exp(rng.uniform(np.log(16), np.log(6000), 48)).astype(int)
+    lengths = np.exp(rng.uniform(np.log(16), np.log(6000), 24)).astype(int)
     lengths[:2] = 16, 6000
     documents = [tasks.make_document(rng, max(int(length), 64), needle_count=1 if length < 400 else 8) for length in lengths]
     prompts = [document.token_ids[:length] for document, length in zip(documents, lengths)]
-    for index in rng.choice(len(prompts), 16, replace=False):
+    for index in rng.choice(len(prompts), 8, replace=False):
         stem = prompts[index]
         prompts.append(stem[: max(8, len(stem) // 2)] + tuple(int(token) for token in rng.integers(10, 5000, 40)))
     return prompts
