@@ -236,7 +236,10 @@ def spawn_by(ask: socket.socket) -> None:
             return execute(path, command, files)
         _, code = command[command.index("-c") :][:2]
         told = {"code": code, "numbers": list(files), "arguments": ["-c", SPAWNED], "env": dict(os.environ), "cwd": os.getcwd()}
-        tell(ask, told, list(files))
+        try:
+            tell(ask, told, list(files))
+        except BrokenPipeError:  # an engine that shuts down ends all its children, and the helper with them
+            return execute(path, command, files)
         return int(ask.recv(MOST_BYTES))
 
     multiprocessing.util.spawnv_passfds = fork

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from benchmarks.needle import tasks
 from oracle import Oracle, OracleSettings
 from room import wait_for_room
-from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all
+from serving import DEFAULTS, NEEDLE_MODEL, TestServer, start_all, stop_all, the_nursery
 
 pytestmark = pytest.mark.two_servers
 
@@ -71,9 +71,11 @@ def test_engine_with_and_then_without_retrieval(starting, tmp_path, prompt, expe
     program.write_text(PROGRAM)
     options = {name.lstrip("-").replace("-", "_"): str(value) if isinstance(value, Path) else value for name, value in DEFAULTS.items()}
     arguments = json.dumps([options, prompt, NEW_TOKENS])
-    done = subprocess.run([sys.executable, "-P", str(program), arguments], capture_output=True, text=True, timeout=300)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWERS")), None)
-    assert line, done.stderr[-3000:]
+    with (tmp_path / "log.txt").open("w") as log:
+        the_nursery().start([str(program), arguments], dict(os.environ), tmp_path, log.fileno()).wait(300)
+    said = (tmp_path / "log.txt").read_text()
+    line = next((line for line in said.splitlines() if line.startswith("ANSWERS")), None)
+    assert line, said[-3000:]
     (retrieved, counts), (stock, nothing) = json.loads(line.removeprefix("ANSWERS"))
     assert retrieved == expected and counts["selected_units"] > 0 == counts["recalled_units"]  # by default all pages are resident here
     assert stock == Oracle(NEEDLE_MODEL).generate(prompt, NEW_TOKENS).tokens and nothing is None

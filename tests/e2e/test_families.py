@@ -24,7 +24,8 @@ LENGTHS = 16, 77, 200, 230, 500, 901
 WITHIN = 4  # so many of them fit the budget with their answers
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
 ENGINE = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=8192, max_running_requests=8, random_seed=0)
-SERVED = FAMILIES | (HYBRIDS | WINDOWED if releases.has("tree paths") else {"gpt-oss": SINKS["gpt-oss"]})
+IS_NEW = releases.has("tree paths")
+SERVED = FAMILIES | (HYBRIDS | WINDOWED if IS_NEW else {"gpt-oss": SINKS["gpt-oss"]})
 CODED = [name for name in ("phi-4-mini", "qwen3.5", "granite-swa") if name in SERVED]  # are served with KV in 8 bits, too
 FLOATS = [name for name in ("qwen2", "qwen3.5", "granite-swa") if name in SERVED]  # and in floats of 8 bits, over a checkpoint's scales
 KV_SCALES = 0.3, 0.7  # of keys and of values; learned sinks and softmaxes would tell a wrong factor
@@ -36,7 +37,7 @@ OURS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.skipif(not releases.has("tree paths"), reason="transformers of older releases does not know all of these models")
+@pytest.mark.skipif(not IS_NEW, reason="transformers of older releases does not know all of these models")
 def test_the_architectures_that_are_called_tested_are_these():
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | {"olmo3": "Olmo2ForCausalLM"}  # SGLang has one class for OLMo 2 and 3
     every, windowed = ({names[family.kind] for family in families.values()} for families in (FAMILIES | HYBRIDS | WINDOWED, WINDOWED))
@@ -58,14 +59,17 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(models) -> dict[str, list[dict]]:
-    """``stock-NAME``, ``ours-NAME``, ``coded-NAME`` and ``floats-NAME`` -> the answers to all prompts."""
+    """``stock-NAME``, ``ours-NAME``, ``coded-NAME`` and ``floats-NAME`` -> the answers to all prompts.
+
+    Stock SGLang is asked on the newest release alone, where its tokens are the oracle's: those of an older one are compared with these.
+    """
     jobs = {}
     for name in SERVED:
         job = {"prompts": prompts_of(name), "new_tokens": NEW_TOKENS, "has_states": name in HYBRIDS, "has_sinks": name in SINKS}
         stock = STOCK_WITH_SINKS if name in SINKS else STOCK
         few = {"max_mamba_cache_size": 40} if name in HYBRIDS else {}  # else stock SGLang takes half of the memory for states
         coded = [("coded", OURS | {"freekv_kv_dtype": "int8"})] if name in CODED else []
-        for whose, settings in (("stock", stock | few), ("ours", OURS), *coded):
+        for whose, settings in (*([("stock", stock | few)] if IS_NEW else []), ("ours", OURS), *coded):
             jobs[f"{whose}-{name}"] = job | {"engine": ENGINE | settings | {"model_path": str(models / name)}}
         if name in FLOATS:
             engine = ENGINE | OURS | {"kv_cache_dtype": "fp8_e4m3", "model_path": str(models / name)}
@@ -78,8 +82,9 @@ def answers(models) -> dict[str, list[dict]]:
 def test_same_tokens_as_stock_and_as_the_oracle(models, answers, name):
     oracle, prompts = Oracle(models / name), prompts_of(name)
     dense, retrieved = ([oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts] for settings in (None, SETTINGS))
-    stock, ours = ([answer["output_ids"] for answer in answers[f"{whose}-{name}"]] for whose in ("stock", "ours"))
-    assert stock == [result.tokens for result in dense]
+    ours, stock = ([answer["output_ids"] for answer in answers[f"ours-{name}"]], [result.tokens for result in dense])
+    if IS_NEW:
+        assert [answer["output_ids"] for answer in answers[f"stock-{name}"]] == stock
     assert ours == [result.tokens for result in retrieved]
     assert ours[:WITHIN] == stock[:WITHIN]
     assert ours[WITHIN:] != stock[WITHIN:]  # else selecting other pages would pass, too
