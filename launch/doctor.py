@@ -58,7 +58,7 @@ def examine(question: Question, machine=None):
         hardware = Hardware.here(question, machine, link)
     if refusal is not None:
         return Report.of_refusal(model.name, refusal, seen)
-    model.refuse_settings(question.config, hardware.device, hardware.capability)
+    model.refuse_settings(question.config, hardware)
     return Report.of_plan(Plan.of(question, model, hardware), seen)
 
 

@@ -22,12 +22,12 @@ from sglang_freekv.config import BACKEND_NAME, FreeKVConfig, Refusal
 from sglang_freekv.launch import weights
 from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.files import MOST_LAYERS
+from sglang_freekv.launch.hardware import Hardware
 from sglang_freekv.launch.quantization import quantization_of
 from sglang_freekv.launch.strangers import quiet, strange
 from sglang_freekv.launch.weights import Weights
 from sglang_freekv.memory_pool.sizing import KVShape
 
-CHUNK_TOKENS = 8192  # SGLang's default chunk of a prefill on most GPUs
 MOST_WIDTH = 1 << 20
 
 
@@ -117,12 +117,8 @@ class Model:
             fitting = max(fewer for fewer in range(1, ranks + 1) if self.fits_ranks(fewer))
             raise Refusal(f"--tp-size {ranks}: expected a number that divides {heads}; use --tp-size {fitting}")
 
-    def refuse_settings(self, config: FreeKVConfig, device: str, capability: tuple[int, int] | None) -> None:
-        """Apply the server's own rules for flags to this model.
-
-        Args:
-            device: "cuda" or "cpu".
-            capability: compute capability of its GPUs; None if unknown.
+    def refuse_settings(self, config: FreeKVConfig, hardware: Hardware) -> None:
+        """Apply the server's own rules for flags to this model on ``hardware``.
 
         Raises:
             Refusal: the server would refuse a flag.
@@ -130,11 +126,13 @@ class Model:
         from sglang_freekv.scheduler_patch import refusals, refused_flags, states
 
         defaults = {flag.name: flag.allowed[0] for flag in refused_flags.FLAGS} | dict.fromkeys(refused_flags.COUNTS)
-        defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=CHUNK_TOKENS, grammar_backend=None)
+        defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=hardware.chunk, grammar_backend=None)
         defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None)
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
-        asked = SimpleNamespace(**defaults | typed | dict(device=device, page_size=config.page_size, attention_backend=BACKEND_NAME))
-        asked.gpu_capability = capability
+        asked = SimpleNamespace(
+            **defaults | typed | dict(device=hardware.device, page_size=config.page_size, attention_backend=BACKEND_NAME)
+        )
+        asked.gpu_capability = hardware.capability
         refused_flags.refuse_flags(asked)
         states.refuse_states(asked, self.config, config)
         refusals.refuse_resolved(asked, self.config, config)

@@ -188,7 +188,7 @@ class Plan:
             return None
         try:
             other = replace(self, question=replace(self.question, config=replace(self.config, kv_dtype=CODED)))
-            self.model.refuse_settings(other.config, self.hardware.device, self.hardware.capability)
+            self.model.refuse_settings(other.config, self.hardware)
         except Refusal:
             return None
         return other

@@ -109,6 +109,14 @@ def test_e4m3_asks_for_the_gpu_of_the_plan(ask, monkeypatch, gpu, served):
     assert ask(*question, "fp8_e5m2").code != 2
 
 
+@pytest.mark.parametrize("gpu, served", [("L4", False), ("H100", True)])
+def test_pages_divide_the_chunk_that_the_gpu_gets(ask, gpu, served):
+    """SGLang's default chunk is 4,096 tokens on the first, and 8,192 on the second."""
+    pages = ("--page-size", 8192, "--freekv-budget", 40960, "--freekv-sink", 8192, "--freekv-window", 16384, "--freekv-preset", "fast")
+    said = ask(None, "--model-path", LLAMA, "--gpu", gpu, "--host-memory", 512, *pages)
+    assert ("--chunked-prefill-size 4096: expected a multiple of --page-size 8192" in said.err) == (not served) == (said.code == 2)
+
+
 def test_floats_of_8_bits_by_hand(make_machine, ask):
     """By SGLang's own flag. They have no scales, and dense layers have them, too."""
     flags = ("--model-path", LLAMA, "--context-length", 32768, "--requests", 3, "--freekv-preset", "fast")
