@@ -46,7 +46,9 @@ def starting(tmp_path_factory):
     path = tmp_path_factory.mktemp("serve")
     config = path / "config.yaml"
     config.write_text("kv-retrieval: freekv\nfreekv-budget: 320\nfreekv-window: 64\nfreekv-tau: 0.7\n")
-    return [ServedByCommand({"--kv-retrieval": "freekv", "--config": config}, path / "log.txt")]
+    server = ServedByCommand({"--kv-retrieval": "freekv", "--config": config}, path / "log.txt")
+    yield [server]
+    server.stop()
 
 
 PROGRAM = """
