@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.paper.decoder import Decoder, Shape
 from benchmarks.profiles import BY_PRESET, CORRECTED, LOADS, MISSED, Shares
-from benchmarks.replay import Controls, drain, replayed
+from benchmarks.replay import Controls, drain, replayed, without_hysteresis
 from benchmarks.replay_load import Load
 from benchmarks.report import Report, arguments, chosen, say, summary, table
 from sglang_freekv import kernels
@@ -184,8 +184,8 @@ def main() -> int:
     options = parser.parse_args()
     wanted, report = chosen(options), Report("bench_step", options.out)
     given = {name: value for name in ("page_size", "digest") if (value := getattr(options, name)) is not None}
-    config = FreeKVConfig(**PRESETS[options.preset].settings | given, selection=options.selection, kv_dtype=options.kv_dtype)
-    config = replace(config, hysteresis=min(config.hysteresis, 1e-6))  # the load says what is missed; the plan takes as long
+    settings = PRESETS[options.preset].settings | given
+    config = without_hysteresis(FreeKVConfig(**settings, selection=options.selection, kv_dtype=options.kv_dtype))
     model, staggered = Decoder(SHAPE, DTYPE, DEVICE), options.staggered or config.selects_on_turn
     suffix = "" if options.preset == USUAL else f"-{options.preset}"
     suffix += f"-page-{config.page_size}-{config.digest}" if given else ""

@@ -161,7 +161,10 @@ def _cell(value) -> str:
 def add_suffix(parser: argparse.ArgumentParser) -> None:
     """``--suffix``, for benchmarks that are run on several devices; :func:`suffixed` makes the file's name of it."""
     parser.add_argument(
-        "--suffix", default="", metavar="NAME", help="ends the file's name: each device, and each backend, has its own file"
+        "--suffix",
+        default="",
+        metavar="NAME",
+        help="ends the file's name: each device, each backend, and each type of stored KV has its own file",
     )
 
 

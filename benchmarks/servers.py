@@ -26,6 +26,7 @@ from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 APPLY_DEADLINE_S = 30
+HICACHE_SPARE_GIB = 11  # SGLang takes no host pool for HiCache that leaves less than 10
 
 
 @dataclass
@@ -48,6 +49,12 @@ class Stream:
     def ttft(self) -> float:
         """Seconds to the first token."""
         return self.arrivals[0][0] - self.started
+
+    @property
+    def tpot(self) -> float:
+        """Seconds from one token to the next, in the mean; 0 where all tokens came in one message."""
+        (begin, first), (end, last) = self.arrivals[0], self.arrivals[-1]
+        return (end - begin) / max(1, last - first)
 
 
 class BenchServer(Server):
@@ -149,7 +156,7 @@ def keep_log(log: Path, results: Path, system: str) -> None:
         say(f"the end of its log: {kept}")
 
 
-def random_prompt(setup: Setup, tokens: int, seed: int) -> list[int]:
+def random_prompt(setup: Setup, tokens: int, seed: int | tuple[int, ...]) -> list[int]:
     """Random token ids; the same for all systems."""
     return np.random.default_rng(seed).integers(16, setup.config["vocab_size"] - 16, tokens).tolist()
 
@@ -163,6 +170,8 @@ def running(setup: Setup, system: str, directory: Path, deadline_s: float, more:
     """
     if setup.device == "cuda" and system != "stock":
         grow_host_memory(setup.host_memory)
+    elif setup.device == "cuda" and "--hicache-size" in (more or {}):
+        grow_host_memory(setup.host_memory + HICACHE_SPARE_GIB)
     server, give_up = BenchServer(setup, system, directory, more), seconds_since_start() + deadline_s
 
     def tell(news: str) -> None:

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.needle import weights
-from benchmarks.profiles import LOADS
+from benchmarks.profiles import BY_PRESET, LOADS
 from benchmarks.replay_load import Load
-from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.config import GIB, FreeKVConfig
+from sglang_freekv.options import Options, config_from, with_kv_cache_dtype
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
 HERE = Path(__file__).resolve().parent
 SHAPES = tuple(sorted(path.stem for path in (HERE / "shapes").glob("*.json")))
 SYSTEMS = ("stock", "freekv", "copies-off")
+STOCK_PAGE = 32  # tokens of a page of stock SGLang's prefix tree
+POSITIONS = "max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,9 @@ class Setup:
         shape: a file of ``shapes/``, served with dummy weights, or ``needle``.
         device: ``cuda`` or ``cpu``.
         scale: contexts are divided by this; 1 but for a dry run.
-        budget, page_size: of FreeKV, in tokens. What else a preset sets is that of ``fast``, unless ``extra_freekv`` says otherwise.
-        context_length: SGLang's; page tables are as wide.
+        budget: of FreeKV, in tokens.
+        preset: one of ``PRESETS``. It sets what else FreeKV has, unless ``extra_freekv`` says otherwise; the default one needs no flag.
+        context_length: SGLang's; page tables are as wide. The shape's positions are overridden if they are fewer.
         host_memory: GiB of FreeKV's host pool.
         max_running: requests that run at once at most, and the largest batch of the decode graphs.
         resident: whether FreeKV keeps pages on the device while there is room, as it does by default; without it all loads are of recall.
@@ -40,7 +45,7 @@ class Setup:
     device: str = "cuda"
     scale: int = 1
     budget: int = 2048
-    page_size: int = 32
+    preset: str = "fast"
     context_length: int = 140_000
     host_memory: float = 75
     max_running: int = 16
@@ -58,25 +63,52 @@ class Setup:
         return json.loads(self.config_path.read_text())
 
     @property
+    def freekv_config(self) -> FreeKVConfig:
+        """The server's own, of the preset and the other settings here, and of how its further flags store KV."""
+        resident, coded = None if self.resident else 0, _given("--freekv-kv-dtype", self.extra_freekv)
+        asked = Options(
+            kv_retrieval="freekv",
+            freekv_preset=self.preset,
+            freekv_budget=self.budget,
+            freekv_resident_memory=resident,
+            freekv_kv_dtype=coded,
+        )
+        return with_kv_cache_dtype(config_from(asked, None), _given("--kv-cache-dtype", self.extra_freekv))
+
+    @property
+    def page_size(self) -> int:
+        """FreeKV's, in tokens."""
+        return self.freekv_config.page_size
+
+    def page_of(self, system: str) -> int:
+        """Tokens of a page of a system's prefix tree."""
+        return STOCK_PAGE if system == "stock" else self.page_size
+
+    def kv_dtype_of(self, system: str) -> str:
+        """How a system stores KV, by its further flags: a type of ``--kv-cache-dtype`` or ``--freekv-kv-dtype``, or auto."""
+        typed = self.extra_stock if system == "stock" else self.extra_freekv
+        coded = None if system == "stock" else _given("--freekv-kv-dtype", typed)
+        return coded or _given("--kv-cache-dtype", typed) or FreeKVConfig().kv_dtype
+
+    @property
     def kv_dtype(self) -> str:
-        """FreeKV's ``--freekv-kv-dtype``, as given among its flags."""
-        parser = ArgumentParser(allow_abbrev=False)
-        parser.add_argument("--freekv-kv-dtype", default=FreeKVConfig().kv_dtype)
-        return parser.parse_known_args(self.extra_freekv)[0].freekv_kv_dtype
+        """FreeKV's."""
+        return self.kv_dtype_of("freekv")
 
     @property
     def edge_pages(self) -> int:
-        """Pages of sink and window together, by the preset fast."""
-        return 2 * (min(512, self.budget // 4) // self.page_size)
+        """Pages of sink and window together."""
+        pages = self.freekv_config.pages
+        return pages.sink + pages.window
 
     def load(self, corrected: float | Sequence[float], missed: float, tokens: int) -> Load:
         """A load for contexts of ``tokens``."""
         candidates = tokens // self.page_size - self.edge_pages
-        return Load(corrected, missed, candidates, self.budget // self.page_size - self.edge_pages)
+        return Load(corrected, missed, candidates, self.freekv_config.pages.selected)
 
     def named_load(self, name: str, tokens: int) -> Load:
-        """A load of ``LOADS``, on the layers that FreeKV compresses by default."""
-        shares = LOADS[name].on(self.config["num_hidden_layers"] - len(FreeKVConfig().dense_layers))
+        """A load of ``LOADS`` or ``BY_PRESET``, on the layers that FreeKV compresses by default."""
+        shares = (LOADS | BY_PRESET)[name].on(self.config["num_hidden_layers"] - len(FreeKVConfig().dense_layers))
         return self.load(*shares, tokens)
 
     def flags(self, system: str, directory: Path) -> dict:
@@ -84,11 +116,13 @@ class Setup:
         flags = {
             "--device": self.device,
             "--random-seed": 0,
-            "--page-size": self.page_size,
+            "--page-size": self.page_of(system),
             "--max-running-requests": self.max_running,
             "--chunked-prefill-size": 8192 // self.scale,
             "--context-length": self.context_length // self.scale,
         }
+        if flags["--context-length"] > self.config[POSITIONS]:
+            flags |= {"--json-model-override-args": json.dumps({POSITIONS: flags["--context-length"]}, separators=(",", ":"))}
         if self.shape == "needle":
             flags |= {"--model-path": weights.ready(self.needle_model)}
         else:
@@ -104,9 +138,30 @@ class Setup:
             return flags | {"--attention-backend": "torch_native", "--page-size": 1}
         if system == "stock":
             return flags | {"--attention-backend": "flashinfer"}
-        flags |= {"--kv-retrieval": "freekv", "--freekv-preset": "fast", "--freekv-budget": self.budget}
+        if self.preset == DEFAULT_PRESET:  # whose page size is that of a user who types none
+            del flags["--page-size"]
+        return flags | self._retrieval_flags()
+
+    def _retrieval_flags(self) -> dict:
+        flags = {"--kv-retrieval": "freekv"}
+        if self.preset != DEFAULT_PRESET:
+            flags |= {"--freekv-preset": self.preset, "--freekv-budget": self.budget}
+        elif self.budget != PRESETS[DEFAULT_PRESET].budget_tokens:
+            flags |= {"--freekv-budget": self.budget}
         flags |= {} if self.resident else {"--freekv-resident-memory": 0}
         return flags | ({"--freekv-host-memory": self.host_memory} if self.device == "cuda" else {})
+
+
+def hicache_flags(setup: Setup) -> dict:
+    """What gives stock SGLang its hierarchical cache, with at most the host memory that FreeKV has. SGLang counts it in 10^9 bytes."""
+    return {"--enable-hierarchical-cache": True, "--hicache-size": int(setup.host_memory * GIB / 1e9)}
+
+
+def _given(flag: str, typed: Sequence[str]) -> str | None:
+    """The value of ``flag`` among flags as typed; None if it is not there."""
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    return parser.parse_known_args(typed)[0].value
 
 
 def words(flags: dict) -> list[str]:

@@ -34,14 +34,14 @@ def measure(server: BenchServer, context: int, report: Report, deadline_s: float
     cold, hit = [], []
     for prompt in prompts:
         stream = server.stream(prompt, 2, deadline_s)
-        _expect_cached(stream.meta, 0, setup.page_size)
+        _expect_cached(stream.meta, 0, setup.page_of(server.system))
         cold.append(stream.ttft)
         report.add(f"{server.system}/{name}-cold", {"tokens": len(prompt), "scale": setup.scale, "ttft_s": summary(cold)})
         say(f"{server.system}/{name}-cold: {cold[-1]:.3f} s")
     for index, prompt in enumerate(prompts):
         suffix = random_prompt(setup, NEW_TOKENS // setup.scale, SUFFIX_SEED + index)
         stream = server.stream(prompt + suffix, 2, deadline_s)
-        _expect_cached(stream.meta, len(prompt), setup.page_size)
+        _expect_cached(stream.meta, len(prompt), setup.page_of(server.system))
         hit.append(stream.ttft)
         facts = {"prefix": len(prompt), "new": len(suffix), "scale": setup.scale, "ttft_s": summary(hit)}
         report.add(f"{server.system}/{name}-hit", facts)

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -124,6 +125,19 @@ def test_copies_off_counts_and_copies_nothing(monkeypatch):
         engine.run(12)
     assert engine.retrieval.counts[:, RECALLED].sum() > 0
     assert all(misses.length.tolist()[:2] == [0, 0] for misses in [engine.retrieval.misses_now, *engine.retrieval.misses_ahead])
+
+
+def test_a_load_is_not_lessened_by_hysteresis(monkeypatch):
+    """The share that is missed was measured with it."""
+    monkeypatch.setitem(policy.POLICIES, "freekv", None)
+    monkeypatch.setattr(retrieval.Retrieval, "__init__", retrieval.Retrieval.__init__)  # put back afterwards
+    replay.install(None, copies=True)
+    engine = Engine(replace(TIGHT, hysteresis=1.0), prompts=[330], steps=40, stream=InlineStream)
+    engine.retrieval.policy.controls.set(Load(0.59, 0.21, candidates=320, selected=32))
+    engine.run(steps=40)
+    counts = engine.retrieval.counts.sum(0)
+    assert abs(counts[RECALLED] / (counts[RECALLED] + counts[HITS]) - 0.21) < 0.03
+    assert replay.without_hysteresis(TIGHT) == TIGHT and 0 < engine.retrieval.config.hysteresis < 1e-5, "the plan takes as long"
 
 
 def test_a_control_file_takes_effect(tmp_path):

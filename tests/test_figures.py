@@ -163,6 +163,65 @@ def test_residency_is_told_by_load_and_beside_its_aims(tmp_path, undrawn):
     assert "The last column names the backend" in text and "joined by straight lines" not in text
 
 
+def test_the_default_preset_has_a_part_of_its_own_and_is_what_takeaways_tell_of(tmp_path, undrawn):
+    """With the span of its ratios, and of another type of KV."""
+    spread = {"passes": [{}] * 3, "spread": {"tpot_s": [0.009, 0.012]}}
+    results = {
+        "freekv-default/8k/b1": served(8192, 1, 0.01, 100, prefix="hit", ttft_s={"median": 0.2}, **spread),
+        "stock-fa3/8k/b1": served(8192, 1, 0.02, 50, prefix="hit", kv_dtype="fp8_e4m3", passes=[{}] * 2, spread={"tpot_s": [0.02, 0.02]}),
+        "freekv-default/32k/b4": served(32768, 4, 0.03, 100, prefix="hit", **spread),
+        "stock-fa3/32k/b4": served(32768, 4, 0.02, 50, prefix="hit", kv_dtype="fp8_e4m3"),
+        "stock-flashinfer/8k/b16": served(8192, 16, 0.01, 100),
+        "freekv-resident-tau-0.9-by-layer/8k/b1": served(8192, 1, 0.05, 100, prefix="hit"),
+    }
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
+    resident, text = section.markdown.split("### Default preset, on a device against FlashAttention 3\n")
+    assert "FreeKV has its default preset `accurate`, with pages of 8 tokens. It replays c 0.01 to 0.81 by layer, x 0.098." in text
+    assert "| 8k/b1 | - | hit | 10.00 / 20.00 | 0.50 (0.45-0.60) |" in text and "medians of 2 to 3 passes" in text
+    assert "Prompts that hit were sent 9 to 11 times." in text
+    assert "| 32k/b4 | TPOT+TTFT | hit | 30.00 / 20.00 | 1.50 |" in text and "8k/b16" not in text
+    assert "Stock SGLang stores KV in fp8_e4m3." in text and "FreeKV stores" not in text
+    assert text.endswith("![default](paper-crossover-llama-3.1-8b-default.png)")
+    told = figures.page([section])
+    assert "It is 0.50 at 8K with the default preset on a device against FlashAttention 3." in told
+    assert "With 4 requests of 32K a token takes 1.50 times as long with the default preset on a device against FlashAttention 3." in told
+    for system in ("freekv-default", "stock-fa3"):
+        results[f"{system}/1k/b4"] = results[f"{system}/32k/b4"] | {"cell": {"context": 1024, "batch": 4, "prefix": "hit"}}
+        results[f"{system}/16k/b4"] = results[f"{system}/32k/b4"] | {"cell": {"context": 16384, "batch": 4, "prefix": "hit"}}
+    told = figures.page([SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)])
+    assert "Over a long answer to a short prompt it is 1.50 with 4 requests at once there." in told
+
+
+def test_a_cache_on_the_host_is_shown_where_both_sides_were_measured(tmp_path, monkeypatch):
+    """A second visit is no point of a curve."""
+    lines: dict = {}
+    monkeypatch.setattr(plots, "curves", lambda path, told, x, unit, drawn, *others, **options: lines.update(drawn))
+    results = {
+        f"{system}/8k/b64{again}": served(8192, 64, tpot, 100, prefix=prefix)
+        for system, tpot in (("freekv-same-kv", 0.01), ("stock-same-kv", 0.02), ("freekv-default-same-kv", 0.04))
+        for again, prefix in (("", "cold"), ("-again", "hit"))
+    }
+    text = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path).markdown
+    assert "HiCache" not in text and "The prompts of 8k/b64-again were sent a second time." in text
+    results |= {key.replace("kv/", "kv-hicache/"): each for key, each in results.items() if key.startswith("stock")}
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
+    titles = [line for line in section.markdown.splitlines() if line.startswith("### ")]
+    assert [title.split(", on a device")[0] for title in titles] == [
+        "### Same KV bytes on the device",
+        "### Same KV bytes on the device, HiCache",
+        "### Same KV bytes on the device, HiCache, default preset",
+    ]
+    hicache, default = section.markdown.split("### Same KV bytes on the device, HiCache")[1:]
+    assert (
+        "with `--enable-hierarchical-cache`" in hicache
+        and "default preset" not in hicache
+        and "| 8k/b64-again | - | hit | 10.00 / 20.00 |" in hicache
+    )
+    assert "its default preset `accurate`" in default and "| 8k/b64-again | TPOT+TTFT | hit | 40.00 / 20.00 | 2.00 |" in default
+    assert len(section.aims) == 2, "of the pools of the same bytes without a cache on the host"
+    assert lines == {("FreeKV", "8K"): [(64, 100)], ("stock SGLang", "8K"): [(64, 100)]}
+
+
 def test_long_answers_are_told_of_resident_pages_and_of_the_backend_that_ran(tmp_path, undrawn):
     results = {
         f"{system}/{context // 1024}k/b4": served(context, 4, tpot, 100)

@@ -12,21 +12,23 @@ from unittest import mock
 import pytest
 
 from benchmarks.clock import LONGEST_START_S, Clock, OutOfTime
-from benchmarks.paper import capacity, comparison, crossover, goodput, passes
-from benchmarks.paper.crossover import Cell
+from benchmarks.paper import capacity, cells, comparison, crossover, goodput, passes
+from benchmarks.paper.cells import Asked, Cell
 from benchmarks.paper.goodput import Ladder, Limits, Point, Questions
 from benchmarks.profiles import LOADS, USUAL
 from benchmarks.report import Report
 from benchmarks.servers import Stream
-from benchmarks.setups import Setup
+from benchmarks.setups import Setup, hicache_flags
 from benchmarks.timing import Ceilings
 from sglang_freekv.config import FreeKVConfig, typed
 from sglang_freekv.kernels.frame_tables import FrameTables
 from sglang_freekv.memory_pool.device_cache import DeviceCache, Slots
 from sglang_freekv.memory_pool.sizing import Sizing
 from sglang_freekv.options import NAMES, Options, config_from
+from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 
 LLAMA = Setup("llama-3.1-8b", max_running=64)
+USERS = replace(LLAMA, preset=DEFAULT_PRESET, resident=True)
 LIMIT = 16 << 30
 LAYER_TOKEN = 2 * 8 * 128 * 2  # bytes of a token's keys and values in one of its layers
 QUESTIONS = Questions(groups=4, document=32768, question=512, answer=256, seconds=24, most=96)
@@ -45,12 +47,53 @@ def test_max_running_is_of_servers_and_graphs(tmp_path):
     assert Setup().flags("stock", tmp_path)["--max-running-requests"] == 16
 
 
+def served_config(flags: dict) -> FreeKVConfig:
+    """What a server makes of its command line."""
+    names = {typed(name): name for name in NAMES}
+    return config_from(Options(**{names[flag]: value for flag, value in flags.items() if flag in names}), flags.get("--page-size"))
+
+
 def test_freekv_has_the_settings_that_committed_results_have(tmp_path):
     """Whatever the server's default preset is."""
-    flags, names = LLAMA.flags("freekv", tmp_path), {typed(name): name for name in NAMES}
-    config = config_from(Options(**{names[flag]: value for flag, value in flags.items() if flag in names}), flags["--page-size"])
+    config, names = served_config(LLAMA.flags("freekv", tmp_path)), {typed(name) for name in NAMES}
     assert config == replace(FreeKVConfig(), resident_memory_gib=0, host_memory_gib=75) and config.page_size == 32
     assert not any(flag in names for flag in LLAMA.flags("stock", tmp_path))
+
+
+def test_the_default_preset_is_had_by_who_types_none_of_its_flags(tmp_path):
+    flags = USERS.flags("freekv", tmp_path)
+    assert not {"--freekv-preset", "--freekv-budget", "--page-size"} & flags.keys()
+    assert served_config(flags) == replace(USERS.freekv_config, host_memory_gib=75) and USERS.page_size == 8
+    assert served_config(flags).preset == DEFAULT_PRESET
+    assert USERS.flags("stock", tmp_path) == replace(LLAMA, resident=True).flags("stock", tmp_path)
+    assert (USERS.page_of("stock"), LLAMA.page_of("stock"), USERS.page_of("freekv")) == (32, 32, 8)
+    small = replace(crossover.DRY_RUN, preset=DEFAULT_PRESET)  # another budget is typed
+    assert served_config(small.flags("freekv", tmp_path)).budget_tokens == small.freekv_config.budget_tokens == 512
+    for preset in PRESETS:
+        setup = replace(LLAMA, preset=preset)
+        assert served_config(setup.flags("freekv", tmp_path)) == replace(setup.freekv_config, host_memory_gib=75)
+
+
+def test_a_load_selects_among_the_pages_of_its_preset():
+    ours, fast = USERS.named_load("accurate-by-layer", 8192), LLAMA.named_load("tau-0.9-by-layer", 8192)
+    assert ours[1:] == (0.098, 8192 // 8 - 6, 2048 // 8 - 6) and len(ours.corrected) == 31  # sink 16 and window 32
+    assert fast[1:] == (0.175, 8192 // 32 - 32, 64 - 32)
+    assert ours.corrected[0] == 0.666 and ours.corrected[-1] == 0.156  # of the profile's first and last layer
+
+
+def test_a_context_beyond_the_shape_is_made_room_for(tmp_path):
+    long = replace(USERS, context_length=1 << 20)
+    for system in ("stock", "freekv"):
+        flags = long.flags(system, tmp_path)
+        assert json.loads(flags["--json-model-override-args"]) == {"max_position_embeddings": flags["--context-length"]}
+        assert "--json-model-override-args" not in USERS.flags(system, tmp_path)
+    assert "--json-model-override-args" not in replace(USERS, context_length=163840).flags("stock", tmp_path)  # as the shape has
+
+    def length(*contexts, given=None):
+        return crossover.context_length_of(SimpleNamespace(contexts=contexts, tokens=256, context_length=given))
+
+    assert length(131072, 8192) == 140_000 and length(8192, given=40_000) == 40_000
+    assert length(8192, 1 << 20) - (1 << 20) in range(256 + 32, 8192)
 
 
 def test_default_cells():
@@ -61,6 +104,8 @@ def test_default_cells():
     assert found[128] == [("128k/b4", "cold"), ("128k/b1", "hit"), ("128k/b1-cold", "cold")]
     alone = crossover.cells_of([8192], [1, 1], 1 << 19)
     assert [cell.name for cell in alone] == ["8k/b1-cold", "8k/b1"] and not crossover.cells_of([8192], [2], 8192)
+    longest = crossover.cells_of([1 << 19, 1 << 20], [64, 1], 1 << 19)
+    assert [cell.name for cell in longest] == ["512k/b1-cold", "512k/b1", "1024k/b1-cold", "1024k/b1"]
 
 
 def test_figures_are_of_those_who_decode_together():
@@ -87,6 +132,26 @@ def test_a_window_too_short_to_tell_is_passed_over():
     assert (found["at_once"], found["window_requests"]) == (2, 1)
     with pytest.raises(ValueError, match="more tokens"):
         passes.figures_of([stream(0.0, 0.01, tokens=9)])
+
+
+def test_figures_of_several_passes_are_their_medians():
+    gaps = (0.03, 0.01, 0.02)
+    found = passes.medians_of([[stream(first, gap), stream(first, gap)] for first, gap in zip((3.0, 1.0, 8.0), gaps)])
+    assert found["tpot_s"] == pytest.approx(0.02) and found["spread"]["tpot_s"] == pytest.approx([0.01, 0.03])
+    assert [each["tpot_s"] for each in found["passes"]] == pytest.approx(gaps)
+    assert found["decoding_tokens_per_s"] == pytest.approx(100) and found["spread"]["decoding_tokens_per_s"] == pytest.approx(
+        [200 / 3, 200]
+    )
+    rates = [200 / (first + 99 * gap) for first, gap in zip((3.0, 1.0, 8.0), gaps)]
+    assert found["tokens_per_s"] == pytest.approx(sorted(rates)[1]) and found["spread"]["tokens_per_s"] == pytest.approx(
+        [rates[2], rates[1]]
+    )
+    assert found["ttft_s"] == {"median": 3.0, "min": 1.0, "max": 8.0, "repeats": 6} and found["spread"]["ttft_s"] == [1.0, 8.0]
+    assert found["at_once"] == 2 and isinstance(found["window_tokens"], int)
+    even = passes.medians_of([[stream(0.0, 0.01)], [stream(0.0, 0.01), stream(0.0, 0.01)]])
+    assert even["at_once"] == 1  # a number of requests that there was
+    late = passes.medians_of([[stream(1.0, 0.01)]], [[5.0, 7.0], [9.0, 9.0]])  # two further passes, of 6 and 9 seconds
+    assert late["ttft_s"] == {"median": 6.0, "min": 1.0, "max": 9.0, "repeats": 5} and late["spread"]["ttft_s"] == [1.0, 9.0]
 
 
 def test_what_was_found_in_the_tree():
@@ -128,42 +193,90 @@ def test_codes_among_the_further_flags_are_reckoned_with(typed):
     assert stock[0] == stock[1] and ours[1]["link_bytes"] / ours[0]["link_bytes"] == pytest.approx(token / LAYER_TOKEN)
 
 
+@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2"])
+def test_stock_sglangs_own_floats_of_8_bits_are_reckoned_with(stored):
+    """Of either side alone, or of both."""
+    typed = ("--mem-fraction-static", "0.7", "--kv-cache-dtype", stored)
+    stock, ours = replace(LLAMA, extra_stock=typed), replace(LLAMA, extra_freekv=typed)
+    assert [setup.kv_dtype_of(base) for setup in (stock, ours) for base in ("stock", "freekv")] == [stored, "auto", "auto", stored]
+    assert capacity.stock_tokens(stock, LIMIT) == 2 * capacity.stock_tokens(LLAMA, LIMIT) == 2 * capacity.stock_tokens(ours, LIMIT)
+    facts = {"freekv": None, "max_total_num_tokens": 131072}
+    assert capacity.device_kv_bytes(stock, facts) == capacity.device_kv_bytes(LLAMA, facts) // 2 == LIMIT // 2
+    read = {setup: capacity.kv_bytes(setup, "stock", 32768)["hbm_bytes"] for setup in (LLAMA, stock, ours)}
+    assert read[stock] * 2 == read[LLAMA] == read[ours]
+    moved = {setup: capacity.kv_bytes(setup, "freekv", 32768, 0.2)["link_bytes"] for setup in (LLAMA, stock, ours)}
+    assert moved[ours] * 2 == pytest.approx(moved[LLAMA]) and moved[stock] == moved[LLAMA]
+
+
+def test_sizes_follow_the_preset():
+    sizing = capacity.sizing_of(USERS)
+    assert sizing.config.pages == (2, 250, 4) and sizing.config.page_size == 8 and sizing.config.resident_memory_gib is None
+    two_bit = capacity.model_of(LLAMA).kv_shape(FreeKVConfig(digest="two-bit", page_size=8)).digest_elements
+    assert sizing.digest_bytes_per_token == 31 * 8 * two_bit * 2 / 8 > capacity.sizing_of(LLAMA).digest_bytes_per_token
+    moved = capacity.kv_bytes(USERS, "freekv", 32768, 0.1)
+    assert moved["link_bytes"] == pytest.approx(0.1 * 250 * 8 * 31 * LAYER_TOKEN)
+
+
 @pytest.mark.parametrize("limit", [LIMIT, LIMIT // 4])
 @pytest.mark.parametrize("few", [64, 8], ids=["all that fit", "eight"])
-def test_a_server_told_these_sizes_fills_its_limit(few, limit, tmp_path):
+@pytest.mark.parametrize("name", ["freekv-same-kv", "freekv-default-same-kv"])
+def test_a_server_told_these_sizes_fills_its_limit(name, few, limit, tmp_path):
     """On a device of 48 GiB, by the classes that allocate, here without memory."""
-    system = capacity.systems_of(replace(LLAMA, max_running=few), limit)[3]
+    system = crossover.system_of(name, replace(LLAMA, max_running=few), limit)
     typed = system.setup.flags(system.base, tmp_path) | system.more
-    config = FreeKVConfig(budget_tokens=typed["--freekv-budget"], resident_memory_gib=float(str(typed["--freekv-resident-memory"])))
+    config = replace(served_config(typed), host_memory_gib=None)
+    page = config.page_size
     shape = capacity.model_of(LLAMA).kv_shape(config)
     sizing, tokens, rows = Sizing(config, shape, 140_000), typed["--max-total-tokens"], typed["--max-running-requests"]
     frames = sizing.frames(48 << 30, tokens, rows)
-    cache = DeviceCache(shape, 32, Slots(rows + 1, 64, 64, frames), "meta")
-    tables = FrameTables.allocate(frames, tokens // 32 + 1, cache.row_frames)
+    cache = DeviceCache(shape, page, Slots(rows + 1, 2048 // page, 2048 // page, frames), "meta")
+    tables = FrameTables.allocate(frames, tokens // page + 1, cache.row_frames)
     held = cache.num_bytes + sum(table.nbytes for table in tables) + sizing.staging_bytes
-    held += (tokens + 32) * sizing.dense_bytes_per_token + int((tokens + 32) * sizing.digest_bytes_per_token)
+    held += (tokens + page) * sizing.dense_bytes_per_token + int((tokens + page) * sizing.digest_bytes_per_token)
     capacity.expect_within(system, held)
-    assert limit - held < 20 * sizing.frame_bytes and frames > (rows + 1) * 64
-    assert sizing.longest_requests(48 << 30, tokens, rows) == rows
-    assert system.setup.resident and not capacity.systems_of(LLAMA, limit)[1].setup.resident
+    assert limit - held < (rows + 1) * sizing.table_bytes + sizing.frame_bytes  # the tables of rows are not held here
+    assert frames > (rows + 1) * config.cache_pages
+    assert sizing.longest_requests(48 << 30, tokens, rows) == rows and tokens % page == 0
+    assert system.setup.resident and not crossover.system_of("freekv", LLAMA, limit).setup.resident
 
 
-def test_systems_and_their_flags():
-    stock, freekv, small_stock, small_freekv = capacity.systems_of(LLAMA, LIMIT)
-    assert (stock.more, freekv.more, stock.limit, freekv.limit) == ({}, {}, None, None)
-    assert small_stock.more == {"--max-total-tokens": 131072} and small_stock.limit == small_freekv.limit == LIMIT
-    assert small_freekv.setup.max_running == 39 and freekv.setup.max_running == small_stock.setup.max_running == 64
+def test_systems_and_their_flags(tmp_path):
+    systems = {name: crossover.system_of(name, LLAMA, LIMIT) for name in crossover.SYSTEMS}
+    assert {name: system.limit for name, system in systems.items()} == {
+        name: LIMIT if "same-kv" in name else None for name in crossover.SYSTEMS
+    }
+    assert systems["stock"].more == systems["freekv"].more == systems["freekv-default"].more == {}
+    assert systems["stock-same-kv"].more == {"--max-total-tokens": 131072}
+    assert systems["stock-same-kv-hicache"].more == {"--max-total-tokens": 131072} | hicache_flags(LLAMA)
+    assert systems["freekv-same-kv"].setup.max_running == 39 and systems["stock-same-kv"].setup.max_running == 64
+    presets = {name: system.setup.preset for name, system in systems.items() if system.base == "freekv"}
+    assert presets == {name: DEFAULT_PRESET if "default" in name else "fast" for name in presets} and len(presets) == 5
+    assert [name for name in systems if systems[name].setup.resident] == [name for name in presets if name != "freekv"]
+    assert {system for pair in crossover.PAIRS.values() for system in pair} == {
+        *(set(crossover.SYSTEMS) - {crossover.RESIDENT}),
+        *(f"freekv-resident-{load}" for load in LOADS),
+    }
+    small = crossover.system_of("stock-flashinfer", crossover.DRY_RUN, 1)  # a CPU has a backend of its own
+    assert small.more == {} and small.setup.flags("stock", tmp_path)["--attention-backend"] == "torch_native"
+
+
+@pytest.mark.parametrize("gib, counted", [(75, 80), (40, 42), (126.5, 135)])
+def test_hicache_has_no_more_host_memory_than_freekv(gib, counted):
+    """SGLang takes a whole number of 10^9 bytes."""
+    flags = hicache_flags(replace(LLAMA, host_memory=gib))
+    assert flags == {"--enable-hierarchical-cache": True, "--hicache-size": counted} and isinstance(flags["--hicache-size"], int)
+    assert counted * 10**9 <= gib * 2**30 < (counted + 1) * 10**9
 
 
 def test_pools_that_are_too_large_are_told():
-    system = capacity.systems_of(LLAMA, LIMIT)[3]
+    system = crossover.system_of("freekv-same-kv", LLAMA, LIMIT)
     pools = dict.fromkeys(capacity.DEVICE_POOLS, 3 << 30)
     assert capacity.device_kv_bytes(LLAMA, {"freekv": pools}) == 15 << 30
     assert capacity.device_kv_bytes(LLAMA, {"freekv": None, "max_total_num_tokens": 131072}) == LIMIT
     capacity.expect_within(system, LIMIT)
     with pytest.raises(RuntimeError, match="freekv-same-kv: .* 16.500 GiB .* at most 16.000"):
         capacity.expect_within(system, LIMIT + (1 << 29))
-    capacity.expect_within(capacity.systems_of(LLAMA, LIMIT)[1], 1 << 40)
+    capacity.expect_within(crossover.system_of("freekv", LLAMA, LIMIT), 1 << 40)
 
 
 @pytest.mark.parametrize("shape, layers, idle, width", [("qwen3-30b-a3b", 48, 120, 2048 * 768), ("minimax-m2-cut", 6, 248, 3072 * 1536)])
@@ -206,11 +319,11 @@ def test_bytes_of_a_step_by_hand():
     assert capacity.bytes_of(needle, "stock", 0, 1)["hbm_bytes"] == 8 * layer + 4 * (5120 * 384 + 384)
 
 
-def result_of(batch: int, tpot: float | None, ttft: float | None, prefix: str = "hit") -> dict:
+def result_of(batch: int, tpot: float | None, ttft: float | None, prefix: str = "hit", **more) -> dict:
     cell = Cell(8192, batch, prefix)._asdict()
     if tpot is None:
         return {"cell": cell, "prefix": "no room", "at_once": 0}
-    return {"cell": cell, "prefix": prefix, "at_once": batch, "tpot_s": tpot, "ttft_s": {"median": ttft}, "tokens_per_s": 1.0}
+    return {"cell": cell, "prefix": prefix, "at_once": batch, "tpot_s": tpot, "ttft_s": {"median": ttft}, "tokens_per_s": 1.0} | more
 
 
 def test_where_freekv_is_slower_comes_first():
@@ -249,6 +362,30 @@ def test_stock_has_the_faster_backend_of_each_figure():
     assert [row.slower for row in comparison.compared(results, "freekv-resident-tau-0.9", *pair) if row.batch == 16] == ["TPOT+TTFT"]
 
 
+def spread_of(least: float, most: float, passes: int = 3) -> dict:
+    return {"passes": [{}] * passes, "spread": {"tpot_s": [least, most]}}
+
+
+def test_a_ratio_lies_between_those_of_any_two_passes():
+    ours = result_of(16, 0.010, 1.0, **spread_of(0.009, 0.012))
+    results = {
+        **{"ours/8k/b16": ours, "ours/8k/b4": ours | {"cell": Cell(8192, 4, "hit")._asdict()}, "ours/8k/b1": result_of(1, 0.01, 1.0)},
+        **{
+            "a/8k/b16": result_of(16, 0.020, 1.0, **spread_of(0.018, 0.030)),
+            "b/8k/b16": result_of(16, 0.025, 0.1, **spread_of(0.001, 0.9)),
+        },
+        **{"a/8k/b4": result_of(4, 0.020, 1.0), "a/8k/b1": result_of(1, 0.020, 1.0, **spread_of(0.02, 0.02))},
+    }
+    rows = {row.batch: row for row in comparison.compared(results, "ours", "a", "b")}
+    assert rows[16].tpot_span == pytest.approx((0.009 / 0.030, 0.012 / 0.018)) and rows[16].told_tpot == "0.50 (0.30-0.67)"
+    assert rows[4].tpot_span is None and rows[1].tpot_span is None and rows[4].told_tpot == "0.50"  # one side has one pass
+    one = result_of(16, 0.010, 1.0, **spread_of(0.01, 0.01, passes=1))
+    (row,) = comparison.compared({"ours/8k/b16": one, "a/8k/b16": ours}, "ours", "a")
+    assert row.told_tpot == "1.00"
+    shown = comparison.comparison(results, "title", "ours", "a", "b")
+    assert "0.50 (0.30-0.67)" in shown and "0.50 (0.30-0.67)" not in comparison.comparison(results, "title", "ours", "b")
+
+
 def test_a_cell_stands_beside_those_of_its_own_run():
     """Another run may have had another card: there a backend is faster without being so."""
     mine, theirs = result_of(16, 0.01, 1.2) | {"run": 1}, result_of(16, 0.02, 1.0)
@@ -270,7 +407,9 @@ def test_another_card_writes_a_file_of_its_own(tmp_path, monkeypatch):
     report.add("stock/8k/b4", result_of(4, 0.01, 1.0))
     (tmp_path / "paper-goodput-llama-3.1-8b.json").write_text(report.path.read_text())
     assert crossover.mates_of(["freekv/8k/b4"]) == {"freekv", "stock"}
-    assert crossover.mates_of(["stock-fa3/8k/b4"]) == {*crossover.FASTER, *(f"freekv-resident-{load}" for load in LOADS)}
+    held_against = {"freekv-default", *(f"freekv-resident-{load}" for load in LOADS)}
+    assert crossover.mates_of(["stock-fa3/8k/b4"]) == {*crossover.FASTER, *held_against}
+    assert crossover.mates_of(["freekv-default/8k/b4"]) == {"freekv-default", *crossover.FASTER}
     monkeypatch.setattr(Ceilings, "measure_apart", lambda device: Ceilings(1.0, 1.0, 1.0))
     for module, shown in ((crossover, "comparison"), (goodput, "goodputs")):
         monkeypatch.setattr(module, "run", ran := mock.Mock())
@@ -288,8 +427,29 @@ def test_another_card_writes_a_file_of_its_own(tmp_path, monkeypatch):
     Report("paper-crossover-llama-3.1-8b", tmp_path).ensure_one_device(lambda key: key.startswith("freekv"))
 
 
+def test_kv_of_another_type_has_a_file_of_its_own(tmp_path, monkeypatch):
+    """Also if all cells are there, which would else be shown as if they were of that type."""
+    report = Report("paper-crossover-llama-3.1-8b", tmp_path)
+    report.add("stock-fa3/8k/b1", result_of(1, 0.01, 1.0))
+    report.add("stock/8k/b1", result_of(1, 0.01, 1.0) | {"kv_dtype": "fp8_e4m3"})
+    monkeypatch.setattr(crossover, "run", mock.Mock())
+    monkeypatch.setattr(Ceilings, "measure_apart", lambda device: Ceilings(1.0, 1.0, 1.0))
+    words = ["x", "--out", str(tmp_path), "--contexts", "8192", "--batches", "1", "--systems"]
+    fp8 = "--stock-flags=--kv-cache-dtype fp8_e4m3"
+    for more, told in (
+        (["stock-fa3", fp8], "stock-fa3/8k/b1 has KV in auto, expected fp8_e4m3"),
+        (["stock"], "has KV in fp8_e4m3, expected"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(SystemExit, match=f"{told}.*give --suffix"):
+            crossover.main()
+    for more in (["stock-fa3"], ["stock", fp8], ["stock-fa3", fp8, "--suffix", "fp8"], ["freekv-default", fp8]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        assert crossover.main() == 0
+
+
 def test_residency_has_its_defaults_and_every_load(tmp_path):
-    systems = crossover.resident_systems(LLAMA)
+    systems = [crossover.system_of(name, LLAMA, LIMIT) for name in (crossover.RESIDENT, *crossover.FASTER)]
     flags = [system.setup.flags(system.base, tmp_path) | system.more for system in systems]
     assert [each.get("--attention-backend") for each in flags] == [None, "fa3", "flashinfer"]
     assert "--freekv-resident-memory" not in flags[0] and LLAMA.flags("freekv", tmp_path)["--freekv-resident-memory"] == 0
@@ -303,6 +463,25 @@ def test_residency_has_its_defaults_and_every_load(tmp_path):
         ("tau-0.8/8k/b1-cold", "cold"),
     ]
     assert [job.key for job in crossover.jobs_of("stock-fa3", cells[:1], LOADS)] == ["stock-fa3/8k/b16"]
+
+
+def test_the_default_preset_replays_its_own_load_first():
+    cells = [Cell(8192, 16, "cold"), Cell(8192, 1, "hit")]
+    jobs = crossover.jobs_of("freekv-default", cells, LOADS)
+    assert [tuple(job) for job in jobs] == [
+        ("freekv-default/8k/b16", cells[0], "accurate-by-layer"),
+        ("freekv-default/8k/b1", cells[1], "accurate-by-layer"),
+    ]
+    assert crossover.SYSTEMS[:4] == ("freekv-default", "freekv-resident", *crossover.FASTER)
+    assert crossover.PAIRS["default preset"] == ("freekv-default", *crossover.FASTER)
+
+
+def test_servers_of_the_same_kv_are_sent_a_large_batch_twice():
+    cells = [Cell(8192, 64, "cold"), Cell(8192, 1, "hit"), Cell(8192, 1, "cold")]
+    found = {name: [job.key.split("/", 1)[1] for job in crossover.jobs_of(name, cells, LOADS)] for name in crossover.SYSTEMS}
+    twice = ["8k/b64", "8k/b64-again", "8k/b1", "8k/b1-cold"]
+    assert {name for name, keys in found.items() if keys == twice} == {name for name in crossover.SYSTEMS if "same-kv" in name}
+    assert crossover.jobs_of("freekv-default-same-kv", cells, LOADS)[1].load == "accurate-by-layer"
 
 
 def test_long_generation_joins_the_steps_along_the_way():
@@ -327,7 +506,7 @@ def no_server(*arguments, **options):
 
 def test_a_crossover_that_is_there_starts_no_server(tmp_path):
     report, cells = Report("crossover", tmp_path), [Cell(8192, 4, "cold"), Cell(8192, 1, "hit")]
-    systems = capacity.systems_of(LLAMA, LIMIT)[:2]
+    systems = [crossover.system_of(name, LLAMA, LIMIT) for name in ("stock", "freekv")]
     for system in systems:
         for cell in cells:
             report.add(f"{system.name}/{cell.name}", result_of(cell.batch, 0.01, 1.0))
@@ -335,7 +514,7 @@ def test_a_crossover_that_is_there_starts_no_server(tmp_path):
 
     def run() -> None:
         jobs = {each.name: [job for job in crossover.jobs_of(each.name, cells, LOADS) if job.key not in again.results] for each in systems}
-        crossover.run(systems, jobs, again, Clock(5, 60), 24, 4)
+        crossover.run(systems, jobs, again, Clock(5, 60), Asked(24, 4, 1))
 
     with mock.patch.object(crossover, "running", no_server):
         run()
@@ -352,7 +531,8 @@ def test_a_crossover_measures_what_is_left_and_tells_what_was_not_reached(tmp_pa
     def running(*arguments):
         yield served
 
-    def measure(server, cell, *others):
+    def measure(server, cell, load, facts, asked, left):
+        assert left() <= 60
         measured.append(cell.name)
         clock.end_s = 0  # time is up
         return result_of(cell.batch, 0.01, 1.0)
@@ -364,9 +544,10 @@ def test_a_crossover_measures_what_is_left_and_tells_what_was_not_reached(tmp_pa
     cells = [Cell(8192, batch, "hit") for batch in (8, 4, 2)]
     report.add("stock/8k/b8", result_of(8, 0.01, 1.0))
     jobs = {"stock": crossover.jobs_of("stock", cells, LOADS)[1:]}
-    crossover.run(capacity.systems_of(LLAMA, LIMIT)[:1], jobs, report, clock, 24, 4)
+    crossover.run([crossover.system_of("stock", LLAMA, LIMIT)], jobs, report, clock, Asked(24, 4, 1))
     assert measured == ["8k/b4"] and set(report.results) == {"stock/8k/b8", "stock/8k/b4"}
     assert report.finish() == 1 and report.failures[0].startswith("stock/8k/b2: OutOfTime")
+    assert report.results["stock/8k/b4"]["kv_dtype"] == "auto"
 
 
 def test_a_server_may_start_for_longer_than_a_part_takes():
@@ -376,26 +557,58 @@ def test_a_server_may_start_for_longer_than_a_part_takes():
         Clock(0.5, 5).left_to_start()
 
 
+class Watched:
+    """A server of which ``sent`` has the tokens asked for and ``flush``; passes come later and later, and one retracts each."""
+
+    def __init__(self, system: str = "stock", setup: Setup = crossover.DRY_RUN) -> None:
+        self.setup, self.system, self.sent, self.loads = setup, system, [], []
+        self.set_load, self.retractions = self.loads.append, lambda begins: begins
+
+    def stream_all(self, prompts, tokens, *others):
+        self.sent.append(tokens)
+        return [stream(0.1 * len(self.sent), 0.01 * len(self.sent), tokens, cached=0 if "flush" in self.sent else 512) for _ in prompts]
+
+    def flush(self) -> None:
+        self.sent.append("flush")
+
+    def logged(self) -> str:
+        return "." * len(self.sent)
+
+    def measure(self, prefix: str, passes: int = 3, left=lambda: 60) -> dict:
+        facts = {"freekv": None, "max_total_num_tokens": 1 << 20}
+        return cells.measure(self, Cell(8192, 2, prefix), USUAL, facts, Asked(64, 8, passes), left)
+
+
 def test_the_first_token_of_a_hit_is_the_median_of_several_passes():
-    sent = []
+    server = Watched()
+    found = server.measure("hit")
+    assert server.sent == [8, *[2] * cells.HIT_PASSES, 64, 64, 64]
+    assert found["ttft_s"]["repeats"] == 2 * (cells.HIT_PASSES + 3)  # the first pass fills the tree
+    assert found["ttft_s"]["median"] == pytest.approx(0.7) and found["ttft_s"]["max"] == pytest.approx(1.2)
+    assert found["tpot_s"] == pytest.approx(0.11) and found["spread"]["tpot_s"] == pytest.approx([0.1, 0.12]) and found["prefix"] == "hit"
+    assert len(found["passes"]) == 3 and found["retractions"] == 11  # the most of a pass
 
-    def stream_all(prompts, tokens, *others):
-        sent.append(tokens)
-        return [stream(0.1 * len(sent), 0.01, tokens=tokens, cached=512) for _ in prompts]
 
-    server = SimpleNamespace(setup=crossover.DRY_RUN, system="stock", stream_all=stream_all, set_load=lambda load: None)
-    server.logged, server.retractions = lambda: "", lambda begins: 0
-    facts = {"freekv": None, "max_total_num_tokens": 1 << 20}
-    found = crossover.measure(server, Cell(8192, 2, "hit"), USUAL, facts, 64, 8, 60)
-    assert sent == [8, *[2] * crossover.HIT_PASSES, 64]
-    assert found["ttft_s"]["repeats"] == 2 * (crossover.HIT_PASSES + 1)  # the first pass fills the tree
-    assert found["ttft_s"]["median"] == pytest.approx(0.6) and found["ttft_s"]["max"] == pytest.approx(1.0)
+def test_each_pass_over_cold_prompts_begins_with_an_empty_tree():
+    server = Watched()
+    found = server.measure("cold")
+    assert server.sent == ["flush", 64] * 3 and found["prefix"] == "cold"
+    assert found["ttft_s"] == {"median": pytest.approx(0.4), "min": pytest.approx(0.2), "max": pytest.approx(0.6), "repeats": 6}
+    again = Watched()
+    assert again.measure("again", passes=2)["prefix"] == "hit" and again.sent == [8, 64, 64]
+    seconds = iter((60, 60))
+    with pytest.raises(StopIteration):  # time is looked at before each pass
+        Watched().measure("cold", left=lambda: next(seconds))
 
 
 def test_a_prompt_without_room_is_a_result():
-    server = SimpleNamespace(setup=LLAMA, system="stock")
-    found = crossover.measure(server, Cell(131072, 4, "cold"), USUAL, {"freekv": None, "max_total_num_tokens": 131072}, 256, 8, 60)
+    """A page of the system's own is wanted beside it."""
+    server, facts = SimpleNamespace(setup=USERS, system="stock"), {"freekv": None, "max_total_num_tokens": 131072 + 256 + 32}
+    found = cells.measure(server, Cell(131072, 4, "cold"), USUAL, facts, Asked(256, 8, 3), lambda: 60)
     assert found == {"cell": {"context": 131072, "batch": 4, "prefix": "cold"}, "prefix": "no room", "at_once": 0}
+    ours = SimpleNamespace(setup=USERS, system="freekv", set_load=mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):  # it has room, and is measured
+        cells.measure(ours, Cell(131072, 4, "cold"), USUAL, facts, Asked(256, 8, 3), lambda: 60)
 
 
 def test_goodput_by_hand():

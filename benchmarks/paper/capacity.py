@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from benchmarks.setups import Setup
-from sglang_freekv.config import GIB, FreeKVConfig
+from benchmarks.setups import STOCK_PAGE, Setup
+from sglang_freekv.config import GIB
 from sglang_freekv.launch.checkpoint import Checkpoint
 from sglang_freekv.launch.model import Model
 from sglang_freekv.launch.quantization import quantization_of
 from sglang_freekv.memory_pool.sizing import Sizing
+from sglang_freekv.options import with_kv_cache_dtype
 
 DEVICE_POOLS = ("device_cache_bytes", "digest_bytes", "dense_bytes", "staging_bytes", "canary_bytes")  # as server_info names them
 
@@ -43,18 +44,11 @@ def _load(config: Path, dtype: str) -> Model:
     return Model.load(Checkpoint.find(str(config)), Namespace(dtype=dtype))
 
 
-def sizing_of(setup: Setup) -> Sizing:
-    """The product's own, of the flags that a setup gives, and of ``--freekv-kv-dtype`` among its further ones."""
-    edge = setup.edge_pages // 2 * setup.page_size
-    resident = None if setup.resident else 0
-    config = FreeKVConfig(
-        budget_tokens=setup.budget,
-        sink_tokens=edge,
-        window_tokens=edge,
-        page_size=setup.page_size,
-        resident_memory_gib=resident,
-        kv_dtype=setup.kv_dtype,
-    )
+def sizing_of(setup: Setup, system: str = "freekv") -> Sizing:
+    """The product's own, of a setup's flags and of how ``system`` stores KV. Stock SGLang has only a token's bytes of it."""
+    config = setup.freekv_config
+    if system == "stock":
+        config = with_kv_cache_dtype(replace(config, kv_dtype="auto"), setup.kv_dtype_of("stock"))
     return Sizing(config, model_of(setup).kv_shape(config), setup.context_length // setup.scale)
 
 
@@ -65,7 +59,7 @@ def token_bytes(sizing: Sizing) -> int:
 
 def stock_tokens(setup: Setup, limit: int) -> int:
     """Tokens whose KV is ``limit`` bytes, in whole pages."""
-    return limit // token_bytes(sizing_of(setup)) // setup.page_size * setup.page_size
+    return limit // token_bytes(sizing_of(setup, "stock")) // STOCK_PAGE * STOCK_PAGE
 
 
 def freekv_sizes(setup: Setup, limit: int) -> tuple[int, int, float]:
@@ -83,23 +77,11 @@ def freekv_sizes(setup: Setup, limit: int) -> tuple[int, int, float]:
     return tokens, rows, (resident + 0.5) * sizing.frame_bytes / GIB  # the server rounds down
 
 
-def systems_of(setup: Setup, limit: int) -> list[System]:
-    """The servers with a limit, and two without in whose FreeKV nothing is resident."""
-    tokens, rows, resident = freekv_sizes(replace(setup, resident=True), limit)
-    few = replace(setup, max_running=rows, resident=True)
-    return [
-        System("stock", "stock", setup),
-        System("freekv", "freekv", setup),
-        System("stock-same-kv", "stock", setup, {"--max-total-tokens": stock_tokens(setup, limit)}, limit),
-        System("freekv-same-kv", "freekv", few, {"--max-total-tokens": tokens, "--freekv-resident-memory": resident}, limit),
-    ]
-
-
 def device_kv_bytes(setup: Setup, facts: dict) -> int:
     """What a server's pools of KV take of the device, by what it tells."""
     if (pools := facts["freekv"]) is not None:
         return sum(pools[name] for name in DEVICE_POOLS)
-    return facts["max_total_num_tokens"] * token_bytes(sizing_of(setup))
+    return facts["max_total_num_tokens"] * token_bytes(sizing_of(setup, "stock"))
 
 
 def expect_within(system: System, held: int) -> None:
@@ -151,7 +133,7 @@ def expert_bytes(setup: Setup) -> int:
 
 def kv_bytes(setup: Setup, system: str, context: int, missed: float = 0.0) -> dict[str, float]:
     """What a decode step moves of the KV of one request."""
-    sizing = sizing_of(setup)
+    sizing = sizing_of(setup, "stock" if system.startswith("stock") else "freekv")
     near = min(sizing.shape.window, context) * sizing.shape.layers.near * sizing.shape.dense_token_bytes
     if system.startswith("stock"):
         return {"hbm_bytes": context * token_bytes(sizing) + near, "link_bytes": 0}

@@ -52,6 +52,23 @@ class Compared(NamedTuple):
         rates = (tuple(each.get(figure) for each in pair) for figure in ("tokens_per_s", "decoding_tokens_per_s", "at_once"))
         return cls(name, cell["context"], cell["batch"], prefix, slower, tuple(others), by, *times.values(), *rates, *pair)
 
+    @property
+    def tpot_span(self) -> tuple[float, float] | None:
+        """Between what the ratio of TPOT lies, whichever passes of both sides are compared. None unless both have several."""
+        sides = self.ours, self.theirs
+        if not self.tpot[2] or min(len(side.get("passes", ())) for side in sides) < 2:
+            return None
+        (least, most), (their_least, their_most) = (side["spread"]["tpot_s"] for side in sides)
+        return least / their_most, most / their_least
+
+    @property
+    def told_tpot(self) -> str | None:
+        """The ratio of TPOT, with its span where it is known."""
+        if self.tpot[2] is None:
+            return None
+        span = self.tpot_span
+        return f"{self.tpot[2]:.2f}" + (f" ({span[0]:.2f}-{span[1]:.2f})" if span else "")
+
     def without_ttft_ratio(self) -> Compared:
         """For results of two machines: hosts differ by more than a half in it, but cards of one kind hardly in TPOT."""
         return self._replace(ttft=(*self.ttft[:2], None), slower="+".join(what for what in self.slower.split("+") if what != "TTFT"))
@@ -101,7 +118,19 @@ def comparison(results: dict, title: str, ours: str, *theirs: str) -> str:
     for row in compared(results, ours, *theirs):
         tpot, retracted = [value and value * 1e3 for value in row.tpot[:2]], [each.get("retractions") for each in (row.ours, row.theirs)]
         named = row.name, row.slower or None, row.prefix
-        rows.append((*named, *tpot, row.tpot[2], *row.ttft, *row.tokens, *row.decoding, *row.at_once, *retracted, row.by or None))
+        rows.append(
+            (
+                *named,
+                *tpot,
+                row.told_tpot if row.tpot_span else row.tpot[2],
+                *row.ttft,
+                *row.tokens,
+                *row.decoding,
+                *row.at_once,
+                *retracted,
+                row.by or None,
+            )
+        )
     twos = [f"{what}{which}" for what in ("tokens/s", "decoding", "at once", "retracted") for which in ("", ", stock")]
     return table((title, "slower in", "prefix", "TPOT ms", "stock", "ratio", "TTFT s", "stock", "ratio", *twos, "by"), rows)
 

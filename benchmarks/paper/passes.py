@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 
 from benchmarks.report import summary
 from benchmarks.servers import Stream
 from benchmarks.tpot import SETTLE_TOKENS, time_per_token
+
+SPREAD = ("tpot_s", "ttft_s", "tokens_per_s", "decoding_tokens_per_s")  # figures whose smallest and largest are kept
 
 
 def together(streams: list[Stream]) -> list[list[Stream]]:
@@ -22,10 +25,8 @@ def together(streams: list[Stream]) -> list[list[Stream]]:
     return [group for group, _ in sorted(slices, key=lambda item: (len(item[0]), item[1]), reverse=True) if group]
 
 
-def figures_of(streams: list[Stream], firsts: Sequence[float] = ()) -> dict:
+def figures_of(streams: list[Stream]) -> dict:
     """Times and rates of a pass, in seconds and output tokens per second; ``window_requests`` are those that the TPOT is of.
-
-    ``firsts`` are times to the first token of other passes over the same prompts.
 
     Raises:
         ValueError: no window is long enough for a time per token.
@@ -44,8 +45,31 @@ def figures_of(streams: list[Stream], firsts: Sequence[float] = ()) -> dict:
         "decoding_tokens_per_s": len(group) / decoding["tpot_s"],
         "tokens_per_s": sum(stream.arrivals[-1][1] for stream in streams) / seconds,
         "seconds": seconds,
-        "ttft_s": summary((*firsts, *(stream.ttft for stream in streams))),
+        "ttft_s": summary(stream.ttft for stream in streams),
     }
+
+
+def medians_of(passes: Sequence[list[Stream]], firsts: Sequence[Sequence[float]] = ()) -> dict:
+    """Figures of prompts that were sent several times: of each figure of a pass the median. ``passes`` has them pass by pass, and ``spread``
+    the smallest and the largest of those in ``SPREAD``.
+
+    The time to the first token is the median over passes of the median over a pass's requests; least, most and number are of all requests.
+
+    Args:
+        firsts: times to the first token of the requests of further passes, in seconds.
+
+    Raises:
+        ValueError: as :func:`figures_of`.
+    """
+    each = [figures_of(streams) for streams in passes]
+    listed = {name: [figures[name] for figures in each] for name in each[0] if name != "ttft_s"}
+    counts = {name for name, values in listed.items() if isinstance(values[0], int)}
+    medians = {name: (statistics.median_low if name in counts else statistics.median)(values) for name, values in listed.items()}
+    late = [*firsts, *([stream.ttft for stream in streams] for streams in passes)]
+    listed["ttft_s"] = [statistics.median(times) for times in late]
+    ttft = summary(time for times in late for time in times) | {"median": statistics.median(listed["ttft_s"])}
+    spread = {name: [min(listed[name]), max(listed[name])] for name in SPREAD}
+    return medians | {"ttft_s": ttft, "passes": each, "spread": spread}
 
 
 def prefix_of(streams: list[Stream], page_size: int) -> str:

@@ -5,37 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.paper import crossover, plots
+from benchmarks.paper.cells import HIT_PASSES
 from benchmarks.paper.comparison import LONG, Compared, compared, long_generation
 from benchmarks.paper.parts import bound_of
-from benchmarks.profiles import LOADS, NEAREST, Shares
 from benchmarks.report import markdown
-from benchmarks.setups import Setup
+from benchmarks.setups import STOCK_PAGE
 from sglang_freekv.config import GIB
 
 from .names import ABOUT, BACKENDS
 from .section import Aim, Section, ms
+from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, TOLD
 
 AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
-PRODUCTION, SAME = "production", "same KV bytes on the device"
-DRAWN = {PRODUCTION: "production", SAME: "same", f"resident, {NEAREST}": "resident"}  # and what the takeaways tell of, the last one first
-
-
-def _told_of(shares: Shares) -> str:
-    corrected = shares.corrected
-    named = f"{corrected:g}" if isinstance(corrected, float) else f"{min(corrected):.2f} to {max(corrected):.2f} by layer"
-    return f"c {named}, x {shares.missed:g}"
-
-
-TOLD = {
-    PRODUCTION: "Both servers take the memory that they want. Nothing is resident in FreeKV's, so every page comes from the host.",
-    SAME: "All pools of KV on the device take {ours:.2f} GiB for FreeKV and {theirs:.2f} GiB for stock SGLang.{stay} "
-    "Where one server runs fewer requests at once, its TPOT is shorter for that reason: compare *decoding*.",
-} | {
-    title: f"FreeKV has the preset `fast`, and pages stay on the device while there is room. It replays {_told_of(LOADS[load])}.{{slower}} "
-    f"Prompts that hit were sent {crossover.HIT_PASSES + 1} times. A TTFT has no ratio where its two "
-    "sides are of two machines, or where one is a hit and the other is cold."
-    for title, load in crossover.UNDER.items()
-}
 NAMED = {system: BACKENDS[backend] for system, backend in zip(crossover.FASTER, crossover.BACKENDS)}
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
 LONGER = (
@@ -55,22 +36,24 @@ def of_crossover(path: Path, directory: Path) -> Section:
     if section.shape_key in ABOUT:
         section.add(ABOUT[section.shape_key])
     for title, pair in crossover.PAIRS.items():
-        rows = [row for row in compared(section.results, *pair) if row.ours or title not in crossover.UNDER]
+        rows = [
+            row for row in compared(section.results, *pair) if (row.ours or title not in RESIDENT) and (row.theirs or title not in KEPT)
+        ]
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
         where = _where(section, rows)
-        words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows)}
-        told = TOLD[title].format(**words, **held) + _no_room(section, pair[1], rows)
+        words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows), "sent": _sent(rows)}
+        told = TOLD[title].format(**words, **held) + _stored(rows) + _passes(rows) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}, {where}", told, _table(section, rows))
-        if title in crossover.UNDER and (longer := long_generation(section.results, *pair)):
+        if title in RESIDENT and (longer := long_generation(section.results, *pair)):
             section.add(LONGER, _long_table(longer))
         if title in DRAWN:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
             drawn, lines = f"{section.shape}, {title}, {where}: {what}", _curves(rows, title)
             section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
             section.facts |= _facts(title, rows, held["theirs"], where)
-            if title in crossover.UNDER:
+            if title in RESIDENT:
                 section.facts["server"]["longer"] = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)}
         section.aims += _aims(section, title, rows)
     return section
@@ -79,7 +62,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
 def _table(section: Section, rows: list[Compared]) -> str:
     lines, several = [], len(_used(section, rows)) > 1
     for row in rows:
-        tpot = _both(value and ms(value) for value in row.tpot[:2]), _two(row.tpot[2])
+        tpot = _both(value and ms(value) for value in row.tpot[:2]), row.told_tpot
         ttft = _both(_two(value) for value in row.ttft[:2]), _two(row.ttft[2])
         rates = [_both(value and f"{value:.0f}" for value in pair) for pair in (row.tokens, row.decoding, row.at_once)]
         over = _both(_two(_over_least(section, side)) for side in (row.ours, row.theirs))
@@ -108,6 +91,39 @@ def _stay(section: Section, system: str, rows: list[Compared]) -> str:
         return " FreeKV's pages stay there while there is room."
     which = "" if len(without) == sum(bool(row.ours) for row in rows) else f" in {', '.join(without)}"
     return f" Nothing is resident in FreeKV's{which}."
+
+
+def _stored(rows: list[Compared]) -> str:
+    """Whose KV is not of the model's type."""
+    told = ""
+    for who, side in (("FreeKV", "ours"), ("Stock SGLang", "theirs")):
+        found = dict.fromkeys(getattr(row, side).get("kv_dtype", "auto") for row in rows)
+        told += "".join(f" {who} stores KV in {dtype}." for dtype in found if dtype != "auto")
+    return told
+
+
+def _passes(rows: list[Compared]) -> str:
+    """How cells were measured that have a spread, and of which batches a second visit is told."""
+    again = [row.name for row in rows if row.name.endswith("-again")]
+    told = f" The prompts of {', '.join(again)} were sent a second time." if again else ""
+    counts = [len(side["passes"]) for row in rows if row.tpot_span for side in (row.ours, row.theirs)]
+    if not counts:
+        return told
+    return (
+        f"{told} Figures with brackets are medians of {_span(counts)} passes. The brackets have the least and the most that the ratio is, "
+        "whichever passes of both sides are compared."
+    )
+
+
+def _sent(rows: list[Compared]) -> str:
+    """How often prompts were sent that hit."""
+    hits = [side for row in rows for side in (row.ours, row.theirs) if side.get("prefix") == "hit"]
+    return _span([HIT_PASSES + len(side.get("passes", [side])) for side in hits] or [HIT_PASSES + 1])
+
+
+def _span(counts: list[int]) -> str:
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _used(section: Section, rows: list[Compared]) -> list[str]:
@@ -143,7 +159,7 @@ def _no_room(section: Section, system: str, rows: list[Compared]) -> str:
         return ""
     tokens = max(row.ours.get("new_tokens", 0) or _new_tokens(section, system) for row in refused)
     context, pool = refused[0].context, pools[0]
-    needed = context + tokens + Setup.page_size
+    needed = context + tokens + STOCK_PAGE
     return (
         f" Stock SGLang's pool holds {pool:,} tokens. One prompt of {context:,} with {tokens} new tokens and a page needs "
         f"{needed - pool} more, so its cells of that context say *no room*. A pool larger by that much would serve one such request at "
@@ -168,13 +184,13 @@ def _two(value: float | None) -> str | None:
 
 
 def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """By batch, for each context and system: TPOT, or the rate where fewer requests fit one system than the other; the cold request
-    alone is no point of it."""
+    """By batch, for each context and system: TPOT, or the rate where fewer requests fit one system than the other. The cold request alone
+    is no point of it, and neither is a batch's second visit."""
     curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: (row.context, row.batch)):
         figures = [seconds and seconds * 1e3 for seconds in row.tpot[:2]] if title != SAME else row.decoding
         for who, figure in zip(("FreeKV", "stock SGLang"), figures):
-            if figure and not row.name.endswith("-cold"):
+            if figure and not row.name.endswith(("-cold", "-again")):
                 curves.setdefault((who, f"{row.context // 1024}K"), []).append((row.batch, figure))
     return curves
 
@@ -186,6 +202,7 @@ def _facts(title: str, rows: list[Compared], held: float, where: str) -> dict:
     ratios = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
     hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
     cold = [row.ttft[2] for row in rows if row.prefix == "cold" and row.ttft[2]]
+    where = f"with the default preset {where}" if title == DEFAULT else where
     slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
     return {"server": {"where": where, "alone": ratios, "hits": hits, "cold": cold, "slowest": slowest, "resident": title != PRODUCTION}}
 
@@ -223,6 +240,8 @@ def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
         what = f"{shape}, nothing resident: TPOT / stock SGLang's at batch 1, worst of the contexts"
         worst = max((row.tpot[2] for row in alone), default=None)
         return [Aim(what, worst, 1.05, False, max((row.tpot[2] / _over_least(section, row.ours) for row in alone), default=None))]
+    if title != SAME:
+        return []
     aims = []
     for what, told in (("decoding", "while decoding"), ("tokens", "with prefill")):
         at = [row for row in rows if row.context == AT and (what == "decoding" or row.prefix == "cold")]
