@@ -187,21 +187,36 @@ def measure_on(client: Client, server: BenchServer, part: str, more: dict | None
     Raises:
         RuntimeError: a request failed, or something is held when all is done.
     """
-    before, log_begins = (server.state() or {}).get("totals"), len(server.logged())
+    counts = Counts(server)
     line = client.run(server, part, more)
     result = {name: line[name] for name in ("command", *FIGURES, *LATENCIES, *details)}
     result["hit_rate"] = sum(line["cached_tokens"]) / sum(line["input_lens"])
-    result["retractions"] = server.retractions(log_begins)
-    server.flush()
-    time.sleep(1)
-    if (state := server.state()) is not None:
-        result["totals"] = {name: state["totals"][name] - before[name] for name in before}
-        result["at_rest"] = {name: state[name] for name in ("host_pages_used", "rows_used")}
-        if any(result["at_rest"].values()):
-            raise RuntimeError(f"held at rest: {result['at_rest']}, expected none")
-    if fault := server.fault():
-        raise RuntimeError(f"the server logged an error\n{fault}")
-    return result
+    return result | counts.at_rest()
+
+
+class Counts:
+    """What a server counts from now on."""
+
+    def __init__(self, server: BenchServer) -> None:
+        self.server, self.totals, self.log_begins = server, (server.state() or {}).get("totals"), len(server.logged())
+
+    def at_rest(self) -> dict:
+        """Retractions, and FreeKV's totals; the tree is emptied.
+
+        Raises:
+            RuntimeError: something is held when all is done, or the server logged an error.
+        """
+        server, found = self.server, {"retractions": self.server.retractions(self.log_begins)}
+        server.flush()
+        time.sleep(1)
+        if (state := server.state()) is not None:
+            found["totals"] = {name: state["totals"][name] - self.totals[name] for name in self.totals}
+            found["at_rest"] = {name: state[name] for name in ("host_pages_used", "rows_used")}
+            if any(found["at_rest"].values()):
+                raise RuntimeError(f"held at rest: {found['at_rest']}, expected none")
+        if fault := server.fault():
+            raise RuntimeError(f"the server logged an error\n{fault}")
+        return found
 
 
 def serve_and_measure(client: Client, system: str, wanted, report: Report, start_s: float) -> None:

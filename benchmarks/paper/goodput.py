@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from benchmarks.bench_load import DETAILS, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on
 from benchmarks.clock import Clock
@@ -98,7 +98,7 @@ def tpots_of(line: dict) -> list[float]:
 def point_of(result: dict, limits: Limits) -> Point:
     """By the rate that was offered: the time until the last answer's end is longer the slower answers are that are within limits."""
     good = sum(ttft < limits.ttft_s and tpot < limits.tpot_s for ttft, tpot in zip(result["ttfts"], result["tpots"], strict=True))
-    within = good / len(result["ttfts"])
+    within = good / max(1, len(result["ttfts"]))
     return Point(within * result["rate"], within)
 
 
@@ -108,18 +108,22 @@ def saturated(points: Sequence[Point]) -> bool:
     return fell or sum(point.within < ENOUGH for point in points) > 1
 
 
+Asked = TypeVar("Asked")
+
+
 @dataclass(frozen=True)
-class Ladder:
-    """The rates that every system climbs.
+class Ladder(Generic[Asked]):
+    """The rates that every system climbs, or other levels of a load.
 
     Args:
+        asked: what is asked at each.
         rates: ascending.
         left: whether a key, ``SYSTEM/rate``, may be measured; what may not is passed over.
         since: the first run whose results count.
-        load: of ``LOADS``, that FreeKV replays.
+        load: of ``LOADS`` or ``BY_PRESET``, that FreeKV replays.
     """
 
-    questions: Questions
+    asked: Asked
     limits: Limits
     rates: tuple[float, ...]
     left: Callable[[str], bool]
@@ -158,9 +162,9 @@ def measure(client: Client, server: BenchServer, questions: Questions, rate: flo
     return result | {"rate": rate, "tpots": tpots, "cold_ttfts_s": cold, "request_bytes": moved}
 
 
-def climb(client: Client, system: str, ladder: Ladder, report: Report, clock: Clock) -> None:
+def climb(client: Client, system: str, ladder: Ladder[Questions], report: Report, clock: Clock) -> None:
     """One server, rate after rate; one that fails is the last, for those above it ask for more."""
-    setup, questions = client.setup, ladder.questions
+    setup, questions = client.setup, ladder.asked
     with running(setup, system, client.directory, clock.left_to_start(LEAST_START_S)) as server:
         report.note(**{f"server {system}": server.facts()})
         server.set_load(None if setup.shape == "needle" else setup.named_load(ladder.load, questions.tokens))
@@ -178,7 +182,7 @@ def climb(client: Client, system: str, ladder: Ladder, report: Report, clock: Cl
                 say(f"{key}: {point.goodput:.3g} requests per second within limits, {point.within:.0%} of them")
 
 
-def run(client: Client, systems: Sequence[str], ladder: Ladder, report: Report, clock: Clock) -> None:
+def run(client: Client, systems: Sequence[str], ladder: Ladder[Questions], report: Report, clock: Clock) -> None:
     """One server after the other; none of which nothing is left."""
     for system in systems:
         if ladder.next(report.results, system) is not None:
@@ -187,16 +191,20 @@ def run(client: Client, systems: Sequence[str], ladder: Ladder, report: Report, 
             keep_log(client.directory / f"{system}.log", report.path, system)
 
 
-def rows_of(results: dict, limits: Limits) -> list[tuple[str, float, Point, dict]]:
-    """System, rate, what came of it, and the whole result; by system and rate."""
-    rows = [(key.split("/")[0], result["rate"], point_of(result, limits), result) for key, result in results.items()]
-    return sorted(rows, key=lambda row: (SYSTEMS.index(row[0]), row[1]))
+def rows_of(results: dict, limits: Limits, systems: Sequence[str] = SYSTEMS, level: str = "rate") -> list[tuple[str, float, Point, dict]]:
+    """System, level of the load, what came of it, and the whole result; by system and level.
+
+    Args:
+        level: what a result calls it.
+    """
+    rows = [(key.split("/")[0], result[level], point_of(result, limits), result) for key, result in results.items()]
+    return sorted(rows, key=lambda row: (systems.index(row[0]), row[1]))
 
 
-def best_of(results: dict, limits: Limits) -> dict[str, float]:
-    """The best goodput of each system."""
+def best_of(results: dict, limits: Limits, *order) -> dict[str, float]:
+    """The best goodput of each system; ``order`` as of :func:`rows_of`."""
     best: dict[str, float] = {}
-    for system, _, point, _ in rows_of(results, limits):
+    for system, _, point, _ in rows_of(results, limits, *order):
         best[system] = max(point.goodput, best.get(system, 0.0))
     return best
 

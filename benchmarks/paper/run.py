@@ -49,7 +49,7 @@ class Job:
 
 LLAMA = "llama-3.1-8b"
 JOBS = (  # the longest first, so that GPUs come to an end together
-    *(Job(figure, LLAMA) for figure in ("crossover", "latency", "goodput")),
+    *(Job(figure, LLAMA) for figure in ("crossover", "latency", "goodput", "agents")),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     Job("ablation", LLAMA),
 )

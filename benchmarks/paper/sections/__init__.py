@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .ablation import of_ablation
+from .agents import of_agents
 from .crossover import of_crossover
 from .goodput import of_goodput
 from .latency import of_latency
@@ -14,6 +15,7 @@ from .section import Section
 SECTIONS: dict[str, Callable[[Path, Path], Section]] = {
     "crossover": of_crossover,
     "goodput": of_goodput,
+    "agents": of_agents,
     "latency": of_latency,
     "ablation": of_ablation,
 }

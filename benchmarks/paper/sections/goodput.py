@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.paper import goodput, plots
@@ -41,7 +42,7 @@ def of_goodput(path: Path, directory: Path) -> Section:
         "*Most possible* is the rate at which the link or the device memory is always busy. Weights are left out, and no context is shared."
         + (" FreeKV's has every prefix come from the host, which resident pages need not." if loads else "")
         + (" A share above 1: the rate was over before waiting requests were too late." if _over(best, possible) else "")
-        + _cut_short(rows, best),
+        + cut_short(rows, best, SYSTEMS),
         markdown(
             ("system", "best goodput", "most possible", "share"),
             [(SYSTEMS[system], found, possible[system], found / possible[system]) for system, found in best.items()],
@@ -64,11 +65,11 @@ def _over(best: dict[str, float], possible: dict[str, float]) -> bool:
     return any(found > possible[system] for system, found in best.items())
 
 
-def _cut_short(rows: list[tuple], systems: dict[str, float]) -> str:
+def cut_short(rows: list[tuple], systems: Iterable[str], names: Mapping[str, str]) -> str:
     """Whose best may be higher, because the time was over before it was saturated."""
     climbed = {system: [row[2] for row in rows if row[0] == system] for system in systems}
     left = [system for system in systems if not goodput.saturated(climbed[system])]
-    cut = [f"{SYSTEMS[system]} at {max(row[1] for row in rows if row[0] == system):g}" for system in left]
+    cut = [f"{names[system]} at {max(row[1] for row in rows if row[0] == system):g}" for system in left]
     return f" Not measured until saturated, so that the best may be higher: {', '.join(cut)}." if cut else ""
 
 
