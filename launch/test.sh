@@ -4,7 +4,8 @@
 #   bash launch/test.sh -k packaging -x               # what pytest selects, on the newest release that is tested
 #   bash launch/test.sh 0.5.17 tests/e2e -k canary    # the same on an older one
 # Without arguments the newest release has the whole suite. An older one has its hooks, what is marked both_releases, and its own Triton.
-# Two lanes take parts from one list, because a server leaves a core idle most of the time. An older release is installed beside them.
+# Releases are set up side by side, and the tests of the newest do not wait for older ones.
+# Two lanes take parts from one list, because a server leaves a core idle most of the time.
 # A part is printed when it ends. The faults of all parts, and how each of them ended, are printed in the end. A server takes 3 GiB.
 # Part fleet has three or four servers, pairs two, unit none, and the others one. They wait for room (tests/room.py).
 set -euo pipefail
@@ -69,7 +70,6 @@ summary() {
 older=("${tested[@]::${#tested[@]}-1}") logs=.out/tests status=0
 rm -rf "$logs"
 mkdir -p "$logs"
-bash launch/setup.sh
 set -m  # a background job is a process group, which one signal ends
 trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
 trap 'exit 130' INT
@@ -77,6 +77,8 @@ trap 'exit 143' TERM
 for release in "${older[@]}"; do
   bash launch/setup.sh "$release" >"$logs/setup-$release.out" 2>&1 &
 done
+bash launch/setup.sh &
+wait "$!"  # a signal ends a wait at once
 export newest logs
 export -f environment_of run
 parts | xargs -L 1 -P 2 bash -c 'run "$@"' run &
