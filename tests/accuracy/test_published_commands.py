@@ -9,10 +9,12 @@ import json
 import shlex
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from benchmarks.accuracy.published import evaluators
 from benchmarks.accuracy.published.evaluators import EVALUATORS, EvaluatorFailed, Run
 from benchmarks.accuracy.published.presets import PRESETS
 from sglang_freekv.config import FreeKVConfig
@@ -103,6 +105,25 @@ def test_settings_of_the_paper():
         assert (sampling.temperature, sampling.top_p, sampling.samples, sampling.max_tokens) == (0.6, 0.95, 8, 16384)
     task = (PUBLISHED / "tasks" / "boxed_answer.yaml").read_text()
     assert f"repeats: {sampling.samples}\n" in task and "  until: []\n" in task
+
+
+@pytest.mark.parametrize(
+    "modules, missing", [(("json.decoder", "xml.dom.minidom"), ""), (("json.no", "xml.no.minidom", "no.such"), "json.no xml.no")]
+)
+def test_modules_are_found_without_an_import(monkeypatch, modules, missing):
+    evaluator = EVALUATORS["sglang_longbench_v2"]
+    monkeypatch.setattr(type(evaluator), "modules", modules)
+    if not missing:
+        assert evaluator.version(sys.executable) == metadata.version("sglang")
+        return
+    with pytest.raises(EvaluatorFailed, match=f"missing {missing}.minidom no.such; pip install"):
+        evaluator.version(sys.executable)
+
+
+def test_an_interpreter_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setattr(evaluators, "ANSWER_S", 0.001)
+    with pytest.raises(EvaluatorFailed, match="--python .*: expected an answer within 0.001 s, got none; try it by hand"):
+        EVALUATORS["sglang_longbench_v2"].version(sys.executable)
 
 
 def test_requests_that_sglang_counts_as_wrong_are_no_result(tmp_path):

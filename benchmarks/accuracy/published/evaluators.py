@@ -70,6 +70,28 @@ class Run:
     judge: dict[str, str] = field(default_factory=dict)
 
 
+ANSWER_S = 60  # of an interpreter that is asked what it has
+WHAT_IS_THERE = """
+import sys
+from importlib import machinery, metadata, util
+
+def lacks(module):  # packages are not imported: SGLang's takes half a minute
+    name, *parts = module.split(".")
+    spec = util.find_spec(name)
+    for part in parts:
+        name = f"{name}.{part}"
+        spec = spec and machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec is None
+
+name, *modules = sys.argv[1:]
+print(*filter(lacks, modules))
+try:
+    print(metadata.version(name))
+except metadata.PackageNotFoundError:
+    print("unknown")
+"""
+
+
 class Evaluator(ABC):
     """A program; ``modules`` are those it imports, ``remedy`` is how to get them, empty for those of this repository."""
 
@@ -93,16 +115,13 @@ class Evaluator(ABC):
         """Raises EvaluatorFailed, in one line, if a module is missing."""
         if not self.modules:
             return "this repository's"
-        code = (
-            "import sys\nfrom importlib import metadata, util\nname, *modules = sys.argv[1:]\n"
-            "def lacks(module):\n  try: return util.find_spec(module) is None\n  except ModuleNotFoundError: return True\n"
-            "print(*filter(lacks, modules))\n"
-            "try: print(metadata.version(name))\nexcept metadata.PackageNotFoundError: print('unknown')"
-        )
+        command = [python, "-P", "-c", WHAT_IS_THERE, self.name, *self.modules]
         try:
-            found = subprocess.run([python, "-P", "-c", code, self.name, *self.modules], capture_output=True, text=True, timeout=60)
+            found = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
         except OSError as error:
             raise EvaluatorFailed(f"--python {python}: expected an interpreter, got {error.strerror}") from None
+        except subprocess.TimeoutExpired:
+            raise EvaluatorFailed(f"--python {python}: expected an answer within {ANSWER_S} s, got none; try it by hand") from None
         if found.returncode:
             raise EvaluatorFailed(f"--python {python}: expected Python 3.11 or later, got {found.stderr.strip().splitlines()[-1:]}")
         missing, version = found.stdout.splitlines()
