@@ -50,7 +50,7 @@ class Fake(run.Job):
 
 
 def jobs(*programs: str) -> list[Fake]:
-    return [Fake("figure", str(number), program) for number, program in enumerate(programs)]
+    return [Fake("figure", str(number), program=program) for number, program in enumerate(programs)]
 
 
 def test_gpus_work_side_by_side_on_a_job_each(tmp_path):

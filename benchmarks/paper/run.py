@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from benchmarks.clock import Clock, OutOfTime
+from benchmarks.paper import crossover
 from benchmarks.report import ROOT, arguments, chosen, say
 
 LEAST_S, GRACE_S = 90, 120  # that a job is begun with, and that it may take beyond its time to stop servers and write
@@ -33,24 +34,52 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Job:
-    """A driver on a shape; the file of its results is no other job's."""
+    """A driver on a shape; the file of its results is no other job's.
+
+    Args:
+        suffix: ends the file's name; empty for the first job of a figure and shape.
+        more: further flags of the driver.
+    """
 
     figure: str
     shape: str
+    suffix: str = ""
+    more: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.figure}-{self.shape}"
+        return "-".join(filter(None, (self.figure, self.shape, self.suffix)))
 
     def command(self, out: Path, minutes: float) -> list[str]:
         words = ("--shape", self.shape, "--minutes", f"{minutes:.1f}", "--out", str(out))
-        return [sys.executable, "-m", f"benchmarks.paper.{self.figure}", *words]
+        suffix = ("--suffix", self.suffix) if self.suffix else ()
+        return [sys.executable, "-m", f"benchmarks.paper.{self.figure}", *words, *suffix, *self.more]
 
 
 LLAMA = "llama-3.1-8b"
+SAME_KV = tuple(name for name in crossover.SYSTEMS if crossover.SAME in name)
 JOBS = (  # the longest first, so that GPUs come to an end together
-    *(Job(figure, LLAMA) for figure in ("crossover", "latency", "goodput", "agents")),
+    Job("crossover", LLAMA, more=("--contexts", "2048", "8192", "32768", "131072")),
+    *(Job(figure, LLAMA) for figure in ("latency", "goodput", "agents")),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
+    Job("crossover", LLAMA, "8-bit", ("--stock-flags=--kv-cache-dtype fp8_e4m3", "--freekv-flags=--freekv-kv-dtype int8")),
+    Job(
+        "crossover",
+        LLAMA,
+        "same-kv",
+        ("--systems", *SAME_KV, "--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000"),
+    ),
+    Job(
+        "crossover",
+        LLAMA,
+        "long",  # 512K tokens and 1M, one request alone: a prefill of minutes, and 126 GiB on the host
+        (
+            *("--contexts", "524288", "1048576", "--batches", "1", "--max-running", "1"),
+            *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
+        ),
+    ),
+    Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3",)),
+    Job("crossover", "qwen3-30b-a3b"),
     Job("ablation", LLAMA),
 )
 
