@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import engines
 from families import FAMILIES, HYBRIDS, SINKS, VOCABULARY, WINDOWED, make_model
-from oracle import Oracle, OracleSettings
+from oracle import Oracle, OracleResult, OracleSettings
 from room import wait_for_room
 from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_ARCHITECTURES, TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS
@@ -28,6 +28,7 @@ IS_NEW = releases.has("tree paths")
 SERVED = FAMILIES | (HYBRIDS | WINDOWED if IS_NEW else {"gpt-oss": SINKS["gpt-oss"]})
 CODED = [name for name in ("phi-4-mini", "qwen3.5", "granite-swa") if name in SERVED]  # are served with KV in 8 bits, too
 FLOATS = [name for name in ("qwen2", "qwen3.5", "granite-swa") if name in SERVED]  # and in floats of 8 bits, over a checkpoint's scales
+TIE, LEAST_COMPARED = 0.002, 0.8  # between the logits of two tokens, which deviate by 3; and the least share of tokens that is compared
 KV_SCALES = 0.3, 0.7  # of keys and of values; learned sinks and softmaxes would tell a wrong factor
 STOCK = dict(attention_backend="torch_native")
 STOCK_WITH_SINKS = dict(moe_runner_backend="triton")  # the same attention by default; SGLang refuses gpt-oss if it is named
@@ -95,12 +96,19 @@ def test_same_tokens_as_stock_and_as_the_oracle(models, answers, name):
     assert not any(recalled[:WITHIN]) and all(recalled[WITHIN:])
 
 
+def assert_tokens(found: list[list[int]], results: list[OracleResult]) -> None:
+    """Tokens are the oracle's, up to one that is next to as likely as another: a processor that rounds a code otherwise may prefer that."""
+    ties = [next((at for at, margin in enumerate(result.margin) if margin < TIE), NEW_TOKENS) for result in results]
+    assert [tokens[:tie] for tokens, tie in zip(found, ties, strict=True)] == [result.tokens[:tie] for result, tie in zip(results, ties)]
+    assert sum(ties) >= LEAST_COMPARED * NEW_TOKENS * len(results), ties
+
+
 @pytest.mark.parametrize("name", CODED)
 def test_tokens_of_coded_kv_are_the_oracle_s(models, answers, name):
     """Beside states and windows, too. A mixture of experts may turn a code that is rounded otherwise into other tokens; these are none."""
     oracle, prompts, settings = Oracle(models / name), prompts_of(name), replace(SETTINGS, int8=True)
     coded, plain = ([answer["output_ids"] for answer in answers[f"{whose}-{name}"]] for whose in ("coded", "ours"))
-    assert coded == [oracle.generate(prompt, NEW_TOKENS, settings).tokens for prompt in prompts]
+    assert_tokens(coded, [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts])
     assert coded != plain  # else KV as it is would pass, too
 
 
@@ -109,7 +117,7 @@ def test_tokens_of_kv_in_floats_of_8_bits_are_the_oracle_s(models, answers, name
     """Beside states, windows and learned sinks, too. Window layers leave scales out, as SGLang does on a CPU."""
     oracle, prompts, settings = Oracle(models / name), prompts_of(name), replace(SETTINGS, fp8=True, kv_scales=KV_SCALES)
     floats, plain = ([answer["output_ids"] for answer in answers[f"{whose}-{name}"]] for whose in ("floats", "ours"))
-    assert floats == [oracle.generate(prompt, NEW_TOKENS, settings).tokens for prompt in prompts]
+    assert_tokens(floats, [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts])
     assert floats != plain  # else KV as it is would pass, too
 
 
