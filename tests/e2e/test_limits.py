@@ -26,7 +26,7 @@ WIDE = {  # 96 KiB of KV for a token, and next to nothing to compute
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 TOKEN_BYTES = 3 * 2 * 32 * 128 * 4
-PROMPTS, PROMPT_TOKENS, TOKENS = 32, 512, 20480
+PROMPTS, PROMPT_TOKENS, TOKENS = 20, 512, 12800
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from serving import TestServer
 
 pytestmark = pytest.mark.both_releases
 
-PAGE, GROUPS, REQUESTS, CONVOY = 32, 4, 24, 32
+PAGE, GROUPS, REQUESTS, CONVOY = 32, 4, 16, 24
 
 
 @pytest.fixture(scope="module")
