@@ -94,9 +94,8 @@ install_packages() {
 
 pip_install() {
   # TMPDIR: downloads and wheels in progress need gigabytes, which /tmp may not have.
-  # --no-compile: of 36,000 modules a tenth is ever imported, and is compiled then.
   mkdir -p "$venv/tmp"
-  quietly "$1" env TMPDIR="$venv/tmp" "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --no-input "${@:2}"
+  quietly "$1" env TMPDIR="$venv/tmp" "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "${@:2}"
   rm -rf "$venv/tmp"
 }
 
