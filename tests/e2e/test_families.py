@@ -12,7 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import engines
 from families import FAMILIES, HYBRIDS, SINKS, VOCABULARY, WINDOWED, make_model
-from oracle import Oracle, OracleResult, OracleSettings
+from likeness import assert_same_but_for_ties
+from oracle import Oracle, OracleSettings
 from room import wait_for_room
 from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_ARCHITECTURES, TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS
@@ -96,19 +97,12 @@ def test_same_tokens_as_stock_and_as_the_oracle(models, answers, name):
     assert not any(recalled[:WITHIN]) and all(recalled[WITHIN:])
 
 
-def assert_tokens(found: list[list[int]], results: list[OracleResult]) -> None:
-    """Tokens are the oracle's, up to one that is next to as likely as another: a processor that rounds a code otherwise may prefer that."""
-    ties = [next((at for at, margin in enumerate(result.margin) if margin < TIE), NEW_TOKENS) for result in results]
-    assert [tokens[:tie] for tokens, tie in zip(found, ties, strict=True)] == [result.tokens[:tie] for result, tie in zip(results, ties)]
-    assert sum(ties) >= LEAST_COMPARED * NEW_TOKENS * len(results), ties
-
-
 @pytest.mark.parametrize("name", CODED)
 def test_tokens_of_coded_kv_are_the_oracle_s(models, answers, name):
     """Beside states and windows, too. A mixture of experts may turn a code that is rounded otherwise into other tokens; these are none."""
     oracle, prompts, settings = Oracle(models / name), prompts_of(name), replace(SETTINGS, int8=True)
     coded, plain = ([answer["output_ids"] for answer in answers[f"{whose}-{name}"]] for whose in ("coded", "ours"))
-    assert_tokens(coded, [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts])
+    assert_same_but_for_ties(coded, [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts], TIE, LEAST_COMPARED)
     assert coded != plain  # else KV as it is would pass, too
 
 
@@ -117,7 +111,7 @@ def test_tokens_of_kv_in_floats_of_8_bits_are_the_oracle_s(models, answers, name
     """Beside states, windows and learned sinks, too. Window layers leave scales out, as SGLang does on a CPU."""
     oracle, prompts, settings = Oracle(models / name), prompts_of(name), replace(SETTINGS, fp8=True, kv_scales=KV_SCALES)
     floats, plain = ([answer["output_ids"] for answer in answers[f"{whose}-{name}"]] for whose in ("floats", "ours"))
-    assert_tokens(floats, [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts])
+    assert_same_but_for_ties(floats, [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in prompts], TIE, LEAST_COMPARED)
     assert floats != plain  # else KV as it is would pass, too
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import engines
 from benchmarks.needle import tasks
+from likeness import assert_same_but_for_ties
 from oracle import LayerStep, Oracle, OracleSettings
 from room import wait_for_room
 from serving import HEAD_DIM, KV_HEADS, LAYERS, NEEDLE_MODEL, TestServer, freekv
@@ -39,6 +40,7 @@ RESIDENT = {  # pages in device memory beside the slots of all rows; settings wi
 
 FLOATS = OracleSettings(budget=128, sink=16, window=32, tau=0.8, page=16, dense_layers=(0, 3), fp8=True)
 SCALED = {"with scales": (0.01, 0.004), "without": (1.0, 1.0)}  # of keys and values; with the former many are beyond the largest float
+TIE, LEAST_COMPARED = 0.01, 0.8  # between the logits of two tokens, which deviate by 3; and the least share of tokens that is compared
 COVERING = 1024  # a budget that covers every context, so that it does not matter who was retracted when
 OF_FLOATS = dict(
     model_path=str(NEEDLE_MODEL), device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=8192, max_running_requests=8,
@@ -180,8 +182,10 @@ def test_floats_of_8_bits_over_the_scales_of_a_checkpoint(floats, oracle, name):
 
 
 def test_a_retracted_request_with_floats_of_8_bits_resumes(floats, oracle):
+    """When it is retracted depends on time, and so does which of its numbers a prefill rounds."""
     settings, (answers,) = replace(FLOATS, budget=COVERING, kv_scales=SCALED["with scales"]), floats[1]["retracted"]
-    assert [answer["output_ids"] for answer in answers] == [oracle.generate(prompt, NEW_TOKENS, settings).tokens for prompt in floats[0]]
+    expected = [oracle.generate(prompt, NEW_TOKENS, settings) for prompt in floats[0]]
+    assert_same_but_for_ties([answer["output_ids"] for answer in answers], expected, TIE, LEAST_COMPARED)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
 
 
