@@ -101,7 +101,7 @@ def test_retracted_and_aborted_requests_leave_nothing_on_any_rank(server, questi
     SGLang 0.5.17 lets in three of the four, which do not.
     """
     server.flush()
-    long = [[*questions[index].token_ids, *questions[index + 1].token_ids][:1500] for index in range(ROWS)]
+    long = [[*questions[index].token_ids, *questions[index + 1].token_ids][:1400] for index in range(ROWS)]
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(server.post, "/generate", {"rid": "left", "input_ids": long[0], "sampling_params": {"max_new_tokens": 2000}})
         wait_until(lambda: server.state()["rows_used"] == 1)
