@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import oracle
 from benchmarks.needle import weights
-from oracle import Oracle, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit
+from likeness import assert_same_but_for_ties
+from oracle import Oracle, OracleResult, OracleSettings, candidates, decode_step, digest, mass, pinned, score, select, two_bit
 
 ALWAYS, SOMETIMES, NEVER = 1.5, 0.6, -1.5  # tau
 FLAGS_SEEN = {ALWAYS: {True}, SOMETIMES: {True, False}, NEVER: {False}}
@@ -308,3 +309,18 @@ def test_needle_is_found_within_a_quarter_of_the_context(needle, subject, tau):
     assert len(prompt) > 4 * 512
     settings = OracleSettings(budget=512, sink=64, window=64, tau=tau, page=32)
     assert Oracle(model).generate(prompt, len(answer), settings).tokens == answer
+
+
+def test_only_a_tie_may_be_decided_otherwise():
+    result = OracleResult([3, 1, 2], torch.tensor([[0.0, 1, 2, 9], [0, 5, 4.999, 1], [0, 1, 7, 2]]), [])
+    for tokens in ([3, 1, 2], [3, 2, 0]):
+        assert_same_but_for_ties([tokens], [result], 0.01, 0.3)
+    for tokens, tie, least in (
+        ([3, 3, 2], 0.01, 0.3),
+        ([3, 2, 2], 0.0005, 0.3),
+        ([3, 1, 1], 0.01, 0.3),
+        ([3, 2, 2], 0.01, 0.5),
+        ([3, 1], 0.01, 0),
+    ):
+        with pytest.raises(AssertionError):
+            assert_same_but_for_ties([tokens], [result], tie, least)
