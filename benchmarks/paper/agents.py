@@ -33,7 +33,7 @@ from benchmarks.clock import Clock
 from benchmarks.paper.capacity import System
 from benchmarks.paper.conversations import Crew, Talk, Window
 from benchmarks.paper.crossover import BACKENDS, FASTER
-from benchmarks.paper.goodput import LEAST_START_S, Ladder, Limits, best_of, point_of, rows_of
+from benchmarks.paper.goodput import LEAST_START_S, Ladder, Limits, add_limits, best_of, point_of, rows_of
 from benchmarks.profiles import BY_PRESET
 from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffixed, table
 from benchmarks.servers import BenchServer, Stream, keep_log, running
@@ -185,17 +185,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", type=int, default=14336, help="tokens that follow in a conversation's first prompt")
     parser.add_argument("--answer", type=int, default=192, help="tokens of each turn")
     parser.add_argument("--observation", type=int, default=2048, help="tokens appended to an answer, in the mean")
-    parser.add_argument("--ttft", type=float, default=2.0, help="limit in seconds")
-    parser.add_argument("--tpot", type=float, default=0.05, help="limit in seconds")
-    parser.add_argument("--max-running", type=int, default=64, help="requests at once, at most, of all systems")
     parser.add_argument("--host-memory", type=float, default=75, metavar="GIB", help="of FreeKV's host pool, and of HiCache's")
     parser.add_argument("--load", choices=BY_PRESET, default=LOAD, help="that FreeKV replays")
-    parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
-    parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
-    parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
-    parser.add_argument("--part-seconds", type=float, default=300, help="most seconds of one level")
-    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
-    parser.add_argument("--tables", action="store_true", help="measure nothing; print the table of the results in --out")
+    add_limits(parser)
     options = parser.parse_args()
     options = argparse.Namespace(**((DRY if options.device == "cpu" else FULL) | vars(options)))
     if min(*options.agents, options.turns, options.answer, options.task, 1) < 1:

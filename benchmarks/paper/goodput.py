@@ -10,6 +10,7 @@ there; what a document costs that is not there is told apart, as ``cold_ttfts_s`
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import tempfile
@@ -219,6 +220,19 @@ def goodputs(results: dict, limits: Limits) -> str:
     return f"{table(('documents in the tree', *HEADER), rows)}\nbest goodput, requests per second: {told or 'none'}{ratio}"
 
 
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """What every ladder takes: the limits of a request, of the servers and of time."""
+    parser.add_argument("--ttft", type=float, default=2.0, help="limit in seconds")
+    parser.add_argument("--tpot", type=float, default=0.05, help="limit in seconds")
+    parser.add_argument("--max-running", type=int, default=64, help="requests at once, at most, of all systems")
+    parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
+    parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
+    parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
+    parser.add_argument("--part-seconds", type=float, default=300, help="most seconds of one rate or level")
+    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
+    parser.add_argument("--tables", action="store_true", help="measure nothing; print the table of the results in --out")
+
+
 def main() -> int:
     parser = arguments(__doc__, "paper-goodput-SHAPE", [f"{system}/{rate:g}" for system in SYSTEMS for rate in RATES])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the needle model, all a sixteenth, 8 requests")
@@ -232,17 +246,9 @@ def main() -> int:
     parser.add_argument("--document", type=int, default=32768, help="tokens")
     parser.add_argument("--question", type=int, default=512, help="tokens")
     parser.add_argument("--answer", type=int, default=256, help="tokens")
-    parser.add_argument("--ttft", type=float, default=2.0, help="limit in seconds")
-    parser.add_argument("--tpot", type=float, default=0.05, help="limit in seconds")
-    parser.add_argument("--max-running", type=int, default=64, help="requests at once, at most, of both systems")
     parser.add_argument("--host-memory", type=float, default=40, metavar="GIB", help="FreeKV's --freekv-host-memory")
     parser.add_argument("--load", choices=LOADS, default=NEAREST, help="that FreeKV replays")
-    parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
-    parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
-    parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
-    parser.add_argument("--part-seconds", type=float, default=300, help="most seconds of one rate")
-    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
-    parser.add_argument("--tables", action="store_true", help="measure nothing; print the table of the results in --out")
+    add_limits(parser)
     options = parser.parse_args()
     if options.requests < options.groups:
         parser.error(f"--requests {options.requests}: expected at least one for each of --groups {options.groups}")
