@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import crossover, figures, goodput, plots
+from benchmarks.accuracy import systems
+from benchmarks.accuracy.page import filled
+from benchmarks.paper import crossover, figures, goodput, papers, plots
+from benchmarks.paper.papers import published
+from benchmarks.paper.papers.speed import Speed
 from benchmarks.paper.scenarios import SCENARIOS
 from benchmarks.paper.sections import SECTIONS
+from benchmarks.paper.sections.names import METHODS
 from benchmarks.paper.sections.section import Aim
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAPERS = ROOT / "benchmarks" / "results", ROOT / "docs" / "papers.md"
 
 RUN = {"command": "python3 -m benchmarks.paper.latency", "device": "a device", "ceilings": {"to_device": 10.0, "device": 100.0}}
 
@@ -344,6 +350,65 @@ def test_the_page_is_that_of_the_results(tmp_path, undrawn):
     if made:
         assert committed.read_text() == figures.page(made), "run python -m benchmarks.paper.figures and commit docs"
     assert {path.name for path in committed.parent.glob("*.png")} == {path.name for path in tmp_path.glob("*.png")}
+
+
+def cells_of(table: str) -> list[list[str]]:
+    """Of a table's rows, its head and its line left out."""
+    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+
+
+def test_the_papers_page_is_that_of_the_results():
+    text = PAPERS.read_text()
+    assert text == filled(text, papers.tables(RESULTS)), "run python -m benchmarks.paper.figures and commit docs"
+
+
+def test_a_factor_is_of_the_batch_that_a_paper_names(latency, tmp_path):
+    speed = Speed(tmp_path, "llama-3.1-8b")
+    by_batch = [(2 * batch + 511 * 12) / (2 * batch + 511 * 1.1) for batch in (1, 4, 8, 16)]  # prompts of two seconds each
+    assert speed.like(published.Number(5, at=published.BATCH_4), "long-input", "arkvale", "freekv") == pytest.approx(by_batch[1])
+    assert speed.like(published.Number(5, "up to"), "long-input", "arkvale", "freekv") == pytest.approx(max(by_batch))
+    assert speed.like(published.Number(5), "long-generation", "arkvale", "freekv") is None, "no prefill was measured"
+    assert published.Number(0.53, "about", "recall alone").shown(".0%") == "about 53%, recall alone"
+
+
+def test_the_words_between_the_papers_tables_hold():
+    llama, qwen3 = (Speed(RESULTS, shape) for shape in ("llama-3.1-8b", "qwen3-8b"))
+    tables = {name: table() for name, table in papers.tables(RESULTS).items()}
+    assert "come up to 11 of 11" in tables["reached"] and "over ArkVale, 0 of 4 over ShadowKV" in tables["reached"]
+    razor, raas, quest = cells_of(tables["1-left"])
+    assert razor[3] > quest[3] and raas[4] == "0.00" and quest[5] == max(razor[5], raas[5], quest[5])
+    steps = {row[0]: (float(row[1]), int(row[5].strip("%"))) for row in cells_of(tables["1-right"])}
+    assert abs(steps["ArkVale, host copies"][1] - 94) < 3 and steps["ArkVale"][1] < 94 / 4
+    assert abs(steps["ArkVale"][0] / steps["full attention"][0] - 1) < 0.05
+    assert "Preset accurate: none" in tables["2b-told"] and "Preset fast: none" not in tables["2b-told"]
+    assert all(float(row[2]) < published.SIMILAR for row in cells_of(tables["3a"])[1:-1])
+    told = {row[0]: row[4].split(" / ") for row in cells_of(tables["8"])}
+    layout, buffers, ahead, in_graph = (told[name] for name in list(told) if name.startswith(("+ units", "+ two", "+ selection", "FreeKV")))
+    assert float(min(layout, key=float)) > float(max(buffers + ahead, key=float))
+    assert 1 < float(buffers[1]) < 1.1 and 0.8 < float(ahead[1]) < 1 < float(in_graph[1]) < 1.9
+    for speed in (llama, Speed(RESULTS, "qwen2.5-7b")):
+        for method in ("raas", "razor"):
+            assert all(abs(speed.factor(name, 1, method, "freekv") - 1) < 0.1 for name in ("long-input", "long-generation"))
+            assert all(speed.factor("long-generation", batch, method, "freekv") < 1 for batch in (8, 16))
+    near = [row for row in cells_of(tables["7"]) if row[0].startswith("InfiniGen") and row[2] == "long generation"]
+    assert all(abs(float(row[4]) / float(row[3].split(",")[0]) - 1) < 0.2 for row in near) and len(near) == 2
+    patterns = ((llama, "long-input"), (qwen3, "long-generation"), (qwen3, "long-both"))
+    assert all(speed.factor(name, batch, "louiskv", "full") < 1.01 for speed, name in patterns for batch in (1, 4, 8, 16))
+    shares = [int(row[6].strip("%")) for row in cells_of(tables["louiskv-parts"])]
+    assert all(0 < arkvale - louiskv < 65 - 11 for arkvale, louiskv in zip(shares[::3], shares[2::3]))
+
+
+def test_the_survey_names_rows_that_there_are():
+    rows = cells_of(PAPERS.read_text().split("## The survey's categories")[1])
+    judged = {each.label.strip("*") for each in (*systems.OFFLINE, *systems.REAL)}
+    for known, column in ((set(METHODS.values()), 2), (judged, 3)):
+        assert {name for row in rows for name in row[column].split("; ")} <= known | {"none"}
+    assert (len(rows), sum(row[2:4] != ["none", "none"] for row in rows)) == (11, 6)
+
+
+def test_a_difference_is_told_in_two_sentences():
+    reasons = [part for part in PAPERS.read_text().split("\n\n") if part.startswith("*Why they differ*")]
+    assert len(reasons) == 8 and all(len(re.findall(r"\.(?=\s|$)", reason)) <= 2 for reason in reasons)
 
 
 def test_what_int8_saves_under_pressure_is_that_of_the_results():

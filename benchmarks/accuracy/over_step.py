@@ -39,13 +39,13 @@ class Point(NamedTuple):
     accuracy: Interval
 
 
-def points() -> dict[str, Point]:
+def points(results: Path = RESULTS) -> dict[str, Point]:
     """By label."""
-    rows = Rows.read(*(RESULTS / f"{name}.json" for name in ACCURACY))
-    engine, presets = (json.loads((RESULTS / f"{name}.json").read_text())["results"] for name in (ENGINE, PRESETS))
+    rows = Rows.read(*(results / f"{name}.json" for name in ACCURACY))
+    engine, presets = (json.loads((results / f"{name}.json").read_text())["results"] for name in (ENGINE, PRESETS))
 
-    def seconds(results: dict, key: str) -> float:
-        return results[key]["seconds"]["median"]
+    def seconds(timed: dict, key: str) -> float:
+        return timed[key]["seconds"]["median"]
 
     steps = {label: seconds(engine, f"long-both/b8/{method}/32768") for label, (_, method) in TIMED.items()}
     fast = seconds(engine, "long-both/b8/freekv/32768")

@@ -1,4 +1,4 @@
-"""The page of all figures, tables and pictures, from the results alone.
+"""The pages of speed and of the papers' figures, from the results alone.
 
 python -m benchmarks.paper.figures
 """
@@ -10,11 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.paper import texts
+from benchmarks.accuracy.page import filled
+from benchmarks.paper import papers, texts
 from benchmarks.paper.sections import SECTIONS, Section
 from benchmarks.paper.takeaways import takeaways
 from benchmarks.report import ROOT, markdown
 from benchmarks.setups import SHAPES
+
+PAPERS = ROOT / "docs" / "papers.md"
 
 
 def sections(results: Path, directory: Path) -> list[Section]:
@@ -61,7 +64,7 @@ def _reproduce(made: list[Section]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="directory of paper-*.json")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of speed.md and its pictures")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="directory of speed.md, its pictures, and papers.md")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     made = sections(options.results, options.out)
@@ -69,6 +72,13 @@ def main() -> int:
         parser.error(f"no paper-*.json in {options.results}: measure first, as benchmarks/paper/README.md says")
     (options.out / "speed.md").write_text(page(made))
     print(f"{len(made)} sections: {options.out / 'speed.md'}")
+    try:
+        told = filled(PAPERS.read_text(), papers.tables(options.results))
+    except (FileNotFoundError, KeyError) as error:
+        print(f"papers.md was not made, because a result is missing: {error}")
+        return 0
+    (options.out / PAPERS.name).write_text(told)
+    print(f"{len(papers.TABLES)} tables: {options.out / PAPERS.name}")
     return 0
 
 

@@ -8,7 +8,7 @@ from benchmarks.report import markdown
 HEAD = """# Speed
 
 How fast FreeKV decodes, answers and serves, beside stock SGLang and beside other methods. `benchmarks/paper/figures.py` makes this page
-from the files in `benchmarks/results`, and a test holds it to them. [How each figure is measured](../benchmarks/paper/README.md)."""
+from the files in `benchmarks/results`, and a test holds it to them. [How each figure is measured](../benchmarks/paper/README.md), and [the papers' own figures](papers.md)."""
 
 MEASURED = """## What was measured
 

@@ -287,16 +287,15 @@ def test_a_step_is_told_over_that_of_preset_fast_on_its_own_card(tmp_path, monke
     write(over_step.ENGINE, steps | {"long-both/b8/freekv/32768": 10.0})
     write(over_step.PRESETS, {over_step.FAST: 1.0, over_step.ACCURATE: 1.5})
     rows = Rows([row(scores=[0.0, 1.0], task=task, length=over_step.LENGTH, half="server") for task in TWELVE])
-    monkeypatch.setattr(over_step, "RESULTS", tmp_path)
     monkeypatch.setattr(Rows, "read", classmethod(lambda cls, *paths: rows))
     monkeypatch.setattr(over_step, "TIMED", {"full attention": ("full (server)", "full"), "FreeKV": ("full (server)", "freekv")})
     monkeypatch.setattr(over_step, "ACCURATE_ROW", "full (server)")
-    found = over_step.points()
+    found = over_step.points(tmp_path)
     assert {label: point.step for label, point in found.items()} == {"full attention": 2.0, "FreeKV": 1.0, over_step.OURS_ACCURATE: 1.5}
     assert all(point.accuracy.mean == 0.5 for point in found.values())
     monkeypatch.setattr(over_step, "ACCURATE_ROW", "freekv-accurate (server)")
     with pytest.raises(ValueError, match=r"freekv-accurate \(server\): expected results of 12 tasks"):
-        over_step.points()
+        over_step.points(tmp_path)
 
 
 def test_a_real_result_stands_beside_its_reference_text_by_text():
