@@ -85,7 +85,7 @@ class Report:
         with self._lock:
             part = self.path.with_suffix(".part")
             written = {"runs": self.runs, "results": self.results} | ({"superseded": self.superseded} if self.superseded else {})
-            part.write_text(json.dumps(written, indent=1, default=str) + "\n")
+            part.write_text(line_by_line(written))
             os.replace(part, self.path)
 
     @contextmanager
@@ -115,6 +115,20 @@ class Report:
             print(f"FAILED {failure}")
         print(f"results: {self.path}", flush=True)
         return 1 if self.failures else 0
+
+
+def line_by_line(written: dict[str, list | dict]) -> str:
+    """JSON with a line for each run and each result: a change is seen in a diff, and half a file's bytes are not spaces."""
+
+    def compact(value) -> str:
+        return json.dumps(value, separators=(",", ":"), default=str)
+
+    def lines(value: list | dict) -> str:
+        inside = map(compact, value) if isinstance(value, list) else (f"{compact(key)}:{compact(each)}" for key, each in value.items())
+        begin, end = "[]" if isinstance(value, list) else "{}"
+        return begin + "\n" + ",\n".join(inside) + "\n" + end
+
+    return "{" + ",\n".join(f"{compact(name)}:{lines(value)}" for name, value in written.items()) + "}\n"
 
 
 _STARTED = time.monotonic()

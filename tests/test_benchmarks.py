@@ -332,6 +332,7 @@ def test_a_report_is_continued_and_survives_a_failure(tmp_path):
     found = {key: (each["value"], each["run"]) for key, each in written["results"].items()}
     assert found == {"kept": (1, 0), "kept too": (2, 0), "new": (3, 1)}
     assert "no such thing" in written["runs"][0]["failures"]["broken"]
+    assert len(second.path.read_text().splitlines()) == 2 + 2 + 2 + 3, "a line for each run and each result"
 
 
 def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
