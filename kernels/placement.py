@@ -10,22 +10,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, ordered, unordered, weigh
+from sglang_freekv.kernels.select import EXCLUDED, LIGHTEST, heaviest, most_finds, ordered, unordered, weigh
 from sglang_freekv.kernels.select_in_parts import heaviest_of_part, threshold, weigh_in_parts
 
 
 @triton.jit
-def choose(p_group, p_scratch, p_tables, p_held, sizes, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr):
+def choose(p_group, p_scratch, p_tables, p_held, p_finds, sizes, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr):
     """Note the chosen candidates, at most ``most`` or those that are held, and mark every candidate: 1 if it is chosen, else 0.
 
-    ``sizes`` are the pages of the context, those of the longest one, most, and whether ``p_held [A]`` decides. Returns how many are chosen.
+    ``sizes`` are the pages of the context, those of the longest one, most, and whether ``p_held [A]`` decides. Chosen pages are noted in
+    ascending order. Returns how many are chosen.
     """
     num_pages, P, _, _ = sizes
-    num_candidates, num_chosen = num_pages - SIZES.WINDOW - SIZES.SINK, 0
-    if SIZES.P_FEW == SIZES.P_BLOCK or num_candidates <= SIZES.P_FEW:
+    num_candidates, num_chosen = tl.minimum(num_pages - SIZES.WINDOW, P) - SIZES.SINK, 0
+    if SIZES.P_BLOCK <= SIZES.P_FEW or num_candidates <= SIZES.P_FEW:
         num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_FEW)
+    elif SIZES.P_BLOCK <= SIZES.P_MANY or num_candidates <= SIZES.P_MANY:
+        num_chosen = _choose_among(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_MANY)
     else:
-        num_chosen = _choose_in_parts(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS, SIZES.P_MANY)
+        num_chosen = _choose_among_finds(p_scratch, p_held, p_finds, num_candidates, sizes, SIZES, SIZES.P_MANY)
     return num_chosen
 
 
@@ -41,23 +44,28 @@ def _choose_among(
     HYSTERESIS: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):
-    """As ``choose``, with at most ``P_BLOCK`` candidates. Chosen pages are noted in ascending order."""
+    """As ``choose``, with at most ``P_BLOCK`` candidates, whose weights then are in registers."""
     num_pages, P, most, held = sizes
     p_marks, o_p = p_scratch + P, SIZES.SINK + tl.arange(0, P_BLOCK)
-    b_weight, free = weigh(p_group, SIZES.SINK, num_pages, P, SIZES, POOLING, P_BLOCK)
-    m_candidate = b_weight != EXCLUDED
-    tl.store(p_scratch + o_p, b_weight, mask=m_candidate)
-    if HYSTERESIS > 0:
+    end = tl.maximum(tl.minimum(num_pages - SIZES.WINDOW, P), SIZES.SINK)
+    m_candidate, free = o_p < end, end - SIZES.SINK
+    if P_BLOCK == SIZES.P_FEW:
+        b_weight, _ = weigh(p_group, SIZES.SINK, num_pages, P, SIZES, POOLING, P_BLOCK)
+        tl.store(p_scratch + o_p, b_weight, mask=m_candidate)
+    else:
+        weigh_in_parts(p_group, p_scratch, end, P, SIZES, POOLING, P_BLOCK)
+    if (HYSTERESIS > 0) | (P_BLOCK > SIZES.P_FEW):
         tl.debug_barrier()
-        _favour_last(p_scratch, p_tables, SIZES.SINK + free, SIZES, HYSTERESIS)
-        tl.debug_barrier()
+        if HYSTERESIS > 0:
+            favour_last(p_scratch, p_tables, SIZES.SINK, end, SIZES, HYSTERESIS)
+            tl.debug_barrier()
         b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
     m_chosen, num_chosen = heaviest(b_weight, free, most), tl.minimum(free, most)
     if p_held is not None:
         if held:
             tl.store(p_marks + o_p, 0, mask=m_candidate)
             tl.debug_barrier()
-            _mark_held(p_marks, p_held, SIZES.SINK + free, SIZES)
+            _mark_held(p_marks, p_held, end, SIZES)
             tl.debug_barrier()
             m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0
             num_chosen = tl.sum(m_chosen.to(tl.int32), 0)
@@ -68,41 +76,35 @@ def _choose_among(
 
 
 @triton.jit
-def _choose_in_parts(
-    p_group, p_scratch, p_tables, p_held, sizes, SIZES: tl.constexpr, POOLING: tl.constexpr, HYSTERESIS: tl.constexpr, PART: tl.constexpr
-):
-    """As ``choose``, with any number of candidates, ``PART`` at a time."""
-    num_pages, P, most, held = sizes
-    p_marks, end = p_scratch + P, tl.minimum(num_pages - SIZES.WINDOW, P)
-    weigh_in_parts(p_group, p_scratch, end, P, SIZES, POOLING, PART)
-    tl.debug_barrier()
-    if HYSTERESIS > 0:
-        _favour_last(p_scratch, p_tables, end, SIZES, HYSTERESIS)
-        tl.debug_barrier()
-    found = threshold(p_scratch, SIZES.SINK, end, most, PART)
-    by_mark = False
+def _choose_among_finds(p_scratch, p_held, p_finds, num_candidates, sizes, SIZES: tl.constexpr, PART: tl.constexpr):
+    """As ``choose``, with candidates that are preselected: weights are noted, marks are 0, and each part has found as many as may be chosen."""
+    _, P, most, held = sizes
+    p_weights = p_finds + most_finds(P, SIZES)
+    p_marks, by_mark, num_chosen = p_scratch + P, False, 0
     if p_held is not None:
         by_mark = held
         if held:
-            for first in range(SIZES.SINK, end, PART):
-                o_p = first + tl.arange(0, PART)
-                m_candidate = o_p < end
-                tl.store(p_marks + o_p, 0, mask=m_candidate)
+            end = SIZES.SINK + num_candidates
             tl.debug_barrier()
             _mark_held(p_marks, p_held, end, SIZES)
             tl.debug_barrier()
-    num_chosen, num_equal = 0, 0
-    for first in range(SIZES.SINK, end, PART):
-        o_p = first + tl.arange(0, PART)
-        m_candidate = o_p < end
-        b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
-        m_chosen, num_equal = heaviest_of_part(b_weight, found, num_equal)
-        if by_mark:
-            m_chosen = tl.load(p_marks + o_p, mask=m_candidate, other=0) > 0
-        tl.store(p_marks + o_p, m_chosen.to(tl.int32), mask=m_candidate)
-        b_rank = num_chosen + tl.cumsum(m_chosen.to(tl.int32), 0) - 1
-        tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)
-        num_chosen += tl.sum(m_chosen.to(tl.int32), 0)
+            for first in range(SIZES.SINK, end, PART):
+                o_p = first + tl.arange(0, PART)
+                m_held = tl.load(p_marks + o_p, mask=o_p < end, other=0) > 0
+                tl.store(p_marks + P + num_chosen + tl.cumsum(m_held.to(tl.int32), 0) - 1, o_p, mask=m_held)
+                num_chosen += tl.sum(m_held.to(tl.int32), 0)
+    if not by_mark:
+        of_part, num_equal = tl.minimum(most, PART), 0
+        num_finds = num_candidates // PART * of_part + tl.minimum(num_candidates % PART, of_part)
+        found = threshold(p_weights, 0, num_finds, most, PART)
+        for first in range(0, num_finds, PART):
+            o_f = first + tl.arange(0, PART)
+            b_weight = tl.load(p_weights + o_f, mask=o_f < num_finds, other=EXCLUDED)
+            m_chosen, num_equal = heaviest_of_part(b_weight, found, num_equal)
+            b_page = tl.load(p_finds + o_f, mask=m_chosen, other=0)
+            tl.store(p_marks + b_page, 1, mask=m_chosen)
+            tl.store(p_marks + P + num_chosen + tl.cumsum(m_chosen.to(tl.int32), 0) - 1, b_page, mask=m_chosen)
+            num_chosen += tl.sum(m_chosen.to(tl.int32), 0)
     return num_chosen
 
 
@@ -115,13 +117,13 @@ def _mark_held(p_marks, p_held, end, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _favour_last(p_weights, p_tables, end, SIZES: tl.constexpr, HYSTERESIS: tl.constexpr):
-    """Add to the weights of those pages of the last selection that are candidates, which all lie before ``end``."""
+def favour_last(p_weights, p_tables, begin, end, SIZES: tl.constexpr, HYSTERESIS: tl.constexpr):
+    """Add to the weights of those candidates from ``begin`` to ``end`` that are of the last selection."""
     p_table, p_list, _ = p_tables
     o_a = tl.arange(0, SIZES.A_BLOCK)
     b_entry = tl.load(p_list + o_a, mask=o_a < SIZES.A, other=-1)
     b_page = tl.where(b_entry < -1, -2 - b_entry, tl.load(p_table + b_entry, mask=b_entry >= 0, other=-1))
-    m_candidate = (b_page >= SIZES.SINK) & (b_page < end)
+    m_candidate = (b_page >= begin) & (b_page < end)
     b_weight = unordered(tl.load(p_weights + b_page, mask=m_candidate, other=0)) + HYSTERESIS
     tl.debug_barrier()  # several threads may have the same entry, and one of them writes
     tl.store(p_weights + b_page, ordered(b_weight.to(tl.float32)), mask=m_candidate)

@@ -13,8 +13,9 @@ from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.placement import choose, diff, evict, keep, list_misses, mark_fixed, publish
+from sglang_freekv.kernels.preselect import preselect
 from sglang_freekv.kernels.reads import Reads
-from sglang_freekv.kernels.select import due, most_to_choose, sizes_of
+from sglang_freekv.kernels.select import most_finds, most_to_choose, sizes_of, stands_still
 
 HITS, RECALLED = tl.constexpr(reference.HITS), tl.constexpr(reference.RECALLED)
 MOST_AT_ONCE = 512  # required pages that are looked up together; their counts have ten bits each
@@ -31,7 +32,7 @@ def plan_pages(
     *,
     ahead_first: bool,
 ) -> None:
-    """As reference.plan_pages; one program for each (request, kv head).
+    """As reference.plan_pages; one program for each (request, kv head), behind ``preselect`` of long contexts.
 
     The units of a list of misses come in no particular order. Units beyond its capacity are lost, though its length counts them.
     """
@@ -61,6 +62,7 @@ def _launch(
     assert max(sizes.C, sizes.A) <= MOST_SLOTS
     grid = len(candidates.rows), sizes.H
     notes = torch.empty(*grid, 2 * (num_pages + sizes.A), dtype=torch.int32, device=device)
+    finds = preselect(candidates, heads, tables, sizes, notes, rest=reads is None, ahead_first=ahead_first)
     _plan_pages[grid](
         candidates.logits,
         candidates.rows,
@@ -70,6 +72,7 @@ def _launch(
         *heads,
         *tables,
         notes,
+        finds,
         *(reads[:3] if reads else (None, None, None)),
         now.length,
         now.host_pages,
@@ -109,6 +112,7 @@ def _plan_pages(
     p_attended,  # [R, H, A]
     p_row_frames,  # [R, C]
     p_notes,  # [B, H, 2 P + 2 A] scratch that a program's threads share, as placement has it
+    p_finds,  # [B, H, 2, N] as preselect has it, or None
     p_read_frames,  # [B, H, A] or None
     p_read_pages,  # [B, H, A] or None
     p_present,  # [B, H] or None
@@ -141,22 +145,21 @@ def _plan_pages(
     corrected, seq_len = tl.load(p_corrected + i_unit).to(tl.int32), tl.load(p_seq_lens + i_b).to(tl.int32)
     p_tables = p_slot_pages + i_head * SIZES.C, p_attended + i_head * SIZES.A, p_row_frames + row * SIZES.C
     p_row = p_page_table + i_b * P, p_frames + i_b * P, p_counts + row * 3
-    keeps = ON_TURN & ~due(seq_len, SIZES.S, SIZES.A, SIZES.BUDGET)  # nobody plans ahead
     if REST:
         p_reads, lost = None, tl.load(p_lost + i_unit).to(tl.int32)
-        if (row <= 0) | keeps | ((corrected == 0) & (lost == 0) & AHEAD_FIRST) | ((corrected != 0) & (seq_len % SIZES.S != 0)):
-            return
     else:
         p_reads, lost = (p_read_frames + i_unit * SIZES.A, p_read_pages + i_unit * SIZES.A, p_present + i_unit), 0
         if (row <= 0) | (corrected == 0):
             lost = _read_held(p_tables, p_reads, p_row, row, SIZES)
         tl.store(p_lost + i_unit, lost)
-        if (row <= 0) | ((keeps | (not AHEAD_FIRST)) & (corrected == 0) & (lost == 0)):
-            return
+    if (row <= 0) | stands_still(corrected, lost, seq_len, SIZES, REST, AHEAD_FIRST, ON_TURN):
+        return
+    if p_finds is not None:
+        p_finds += i_unit * 2 * most_finds(P, SIZES)
     p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * 2 * (P + SIZES.A)
     now, select = (p_now_length, p_now_pages, p_now_heads, p_now_frames, M_NOW), (corrected, lost, seq_len, P)
     ahead = p_ahead_length, p_ahead_pages, p_ahead_heads, p_ahead_frames, M_AHEAD
-    _plan_head(p_group, p_scratch, p_tables, p_reads, p_row, now, ahead, i_h, select, REST, A_PART, SIZES, POOLING, HYSTERESIS)
+    _plan_head(p_group, p_scratch, p_tables, p_reads, p_finds, p_row, now, ahead, i_h, select, REST, A_PART, SIZES, POOLING, HYSTERESIS)
 
 
 @triton.jit
@@ -165,6 +168,7 @@ def _plan_head(
     p_scratch,
     p_tables,
     p_reads,
+    p_finds,
     p_row,
     now,
     ahead,
@@ -190,7 +194,7 @@ def _plan_head(
         _, p_held, _ = p_reads
     sizes = num_pages, P, most_to_choose(p_frames, num_pages, P, SIZES), (lost != 0) & (num_pages > SIZES.A)
     mark_fixed(p_scratch + P, num_pages, P, SIZES, A_PART)
-    num_chosen = choose(p_group, p_scratch, p_tables, p_held, sizes, SIZES, POOLING, HYSTERESIS)
+    num_chosen = choose(p_group, p_scratch, p_tables, p_held, p_finds, sizes, SIZES, POOLING, HYSTERESIS)
     m_kept, b_weight = keep(p_scratch, p_frames, b_page, num_pages, P, SIZES)
     now_reads = p_reads, corrected | lost
     p_lists = p_list, p_frames, now_reads

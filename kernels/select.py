@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     A_BLOCK: int
     BUDGET_BLOCK: int
     P_FEW: int  # a context with at most so many candidates takes the shorter path
-    P_MANY: int  # pages that the other path holds at a time
+    P_MANY: int  # pages that a program holds at a time; a context with more is preselected in parts of so many
     P_BLOCK: int  # not less than the longest possible context has
 
 
@@ -76,12 +76,29 @@ def most_to_choose(p_frames, num_pages, P, SIZES: tl.constexpr):
 
 
 @triton.jit
+def most_finds(P, SIZES: tl.constexpr):
+    """How many pages the parts of a context of at most ``P`` pages find at most; no plan chooses more than A of a part."""
+    return tl.cdiv(P, SIZES.P_MANY) * min(SIZES.P_MANY, SIZES.A)
+
+
+@triton.jit
 def due(seq_len, S: tl.constexpr, A: tl.constexpr, BUDGET: tl.constexpr):
     """As candidates.due, for one row."""
     is_due = seq_len % S == 0
     if A > BUDGET:
         is_due = is_due | (seq_len <= A * S)
     return is_due
+
+
+@triton.jit
+def stands_still(corrected, lost, seq_len, SIZES: tl.constexpr, REST: tl.constexpr, AHEAD_FIRST: tl.constexpr, ON_TURN: tl.constexpr):
+    """Whether a kv head of a request selects nothing in a plan before attention, or behind it (``REST``)."""
+    keeps = ON_TURN & ~due(seq_len, SIZES.S, SIZES.A, SIZES.BUDGET)  # nobody plans ahead
+    if REST:
+        stands = keeps | ((corrected == 0) & (lost == 0) & AHEAD_FIRST) | ((corrected != 0) & (seq_len % SIZES.S != 0))
+    else:
+        stands = (keeps | (not AHEAD_FIRST)) & (corrected == 0) & (lost == 0)
+    return stands
 
 
 @triton.jit

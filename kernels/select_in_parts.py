@@ -14,11 +14,19 @@ AT_ONCE = tl.constexpr(4096)  # logits of a group, of which each thread keeps 16
 @triton.jit
 def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.constexpr, PART: tl.constexpr):
     """Write to ``p_weights [P]`` what ``weigh`` returns of the candidates, which lie between the sink and ``end``."""
+    b_top, b_log_sum = tl.zeros([SIZES.G_BLOCK], tl.float32), tl.zeros([SIZES.G_BLOCK], tl.float32)
+    if POOLING == "softmax-mean":
+        b_top, b_log_sum = norms(p_group, SIZES.SINK, end, P, SIZES, min(PART, AT_ONCE // SIZES.G_BLOCK))
+    weigh_pages(p_group, p_weights, SIZES.SINK, end, b_top, b_log_sum, P, SIZES, POOLING, PART)
+
+
+@triton.jit
+def weigh_pages(p_group, p_weights, begin, end, b_top, b_log_sum, P, SIZES: tl.constexpr, POOLING: tl.constexpr, PART: tl.constexpr):
+    """Write the weights of the candidates from ``begin`` to ``end``, with ``norms`` of all candidates if softmax needs them."""
     if POOLING == "softmax-mean":
         SPAN: tl.constexpr = min(PART, AT_ONCE // SIZES.G_BLOCK)
-        b_top, b_log_sum = _norms(p_group, end, P, SIZES, SPAN)
         o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
-        for first in range(SIZES.SINK, end, SPAN):
+        for first in range(begin, end, SPAN):
             o_p = first + tl.arange(0, SPAN)
             b_logits = tl.load(p_group + o_g * P + o_p[None, :], mask=(o_g < SIZES.G) & (o_p < end)[None, :], other=float("-inf"))
             b_logits = b_logits - b_top[:, None] - b_log_sum[:, None]
@@ -27,21 +35,21 @@ def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.
             b_weight = b_most + tl.log(tl.sum(tl.exp(b_logits - b_most[None, :]), 0))
             tl.store(p_weights + o_p, ordered(b_weight), mask=o_p < end)
     else:
-        for first in range(SIZES.SINK, end, PART):
+        for first in range(begin, end, PART):
             o_p = first + tl.arange(0, PART)
             b_weight = pooled_logits(p_group, o_p, o_p < end, P, SIZES.G, POOLING)
             tl.store(p_weights + o_p, ordered(b_weight), mask=o_p < end)
 
 
 @triton.jit
-def _norms(p_group, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
-    """``[G]`` largest logits of the candidates, and logarithms of the sums of exponentials relative to them.
+def norms(p_group, begin, end, P, SIZES: tl.constexpr, SPAN: tl.constexpr):
+    """``[G_BLOCK]`` largest logits of the candidates from ``begin`` to ``end``, and logarithms of the sums of exponentials relative to them.
 
     Each thread keeps what it has seen of a logit's place, so that the block meets once, behind the loop.
     """
     o_g = tl.arange(0, SIZES.G_BLOCK)[:, None]
     b_most, b_sums = tl.full([SIZES.G_BLOCK, SPAN], FAINT, tl.float32), tl.full([SIZES.G_BLOCK, SPAN], 0, tl.float32)
-    for first in range(SIZES.SINK, end, SPAN):
+    for first in range(begin, end, SPAN):
         o_p = first + tl.arange(0, SPAN)
         b_logits = tl.load(p_group + o_g * P + o_p[None, :], mask=(o_g < SIZES.G) & (o_p < end)[None, :], other=float("-inf"))
         b_less = tl.exp(-tl.abs(b_logits - b_most))  # NaN stays, so that all of the head's weights become FAINT

@@ -210,15 +210,15 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_freekv.kernels import attend, merge, plan, recall
+from sglang_freekv.kernels import attend, merge, plan, preselect, recall
 from sglang_freekv.kernels.select import Sizes
 
 WIDE = {"p_rows", "p_seq_lens", "p_counts"}
 TWO_BYTES = {"p_queries", "p_keys", "p_values", "p_output", "p_learned_sinks"}
-FOUR = {"p_logits", "p_weights", "p_parts"}
+FOUR = {"p_logits", "p_weights", "p_parts", "p_norms"}
 NUMBERS = {
     "H": 8, "G": 4, "D": 128, "S": 32, "BLOCK_G": 16, "BLOCK_T": 64, "BLOCK_D": 128, "BLOCK_N": 16, "FOLLOWS": True, "CODE": None, "AHEAD_FIRST": True,
-    "POOLING": "softmax-mean", "HYSTERESIS": 0.0, "ON_TURN": False, "A_PART": 64, "UNITS": 1, "BLOCK_S": 32, "PREFETCH": True,
+    "POOLING": "softmax-mean", "HYSTERESIS": 0.0, "ON_TURN": False, "A_PART": 64, "PARTS_BLOCK": 8, "UNITS": 1, "BLOCK_S": 32, "PREFETCH": True,
     "SIZES": Sizes(SINK=16, SELECTED=32, WINDOW=16, H=8, G=4, S=32, C=64, A=64, BUDGET=64, G_BLOCK=4, C_BLOCK=64, A_BLOCK=64,
                    BUDGET_BLOCK=64, P_FEW=256, P_MANY=1024, P_BLOCK=1024),
 }
@@ -238,6 +238,10 @@ def first_accesses(name, kernel, **more):
 first_accesses("plan", plan._plan_pages, REST=False)
 first_accesses("plan", plan._plan_pages, REST=False, HYSTERESIS=1.4, ON_TURN=True)
 first_accesses("plan", plan._plan_pages, REST=False, SIZES=NUMBERS["SIZES"]._replace(A=128, A_BLOCK=128))
+LONG = NUMBERS["SIZES"]._replace(P_BLOCK=8192)
+first_accesses("plan-of-finds", plan._plan_pages, REST=False, SIZES=LONG)
+first_accesses("norms", preselect._norm_parts, REST=False, SIZES=LONG)
+first_accesses("preselect", preselect._preselect, REST=False, SIZES=LONG)
 first_accesses("recall", recall._recall_kernel, S=32, D=64, BLOCK_D=64, p_stamp=None)
 first_accesses("rest", attend._attend_pages, REST=True, p_stamp=None)
 first_accesses("merge", merge._merge_shares, p_learned_sinks=None)
@@ -253,7 +257,8 @@ def test_what_follows_closely_waits_before_it_reads_or_writes_anything():
     assert done.returncode == 0, done.stderr[-2000:]
     first = {name: access for name, access, _ in map(str.split, done.stdout.splitlines())}
     control, whole = first.pop("control"), first.pop("whole")
-    assert set(first) == {"plan", "recall", "rest", "merge", "merge-with-sinks"} and set(first.values()) == {"griddepcontrol.wait"}
+    plans, others = {"plan", "plan-of-finds", "norms", "preselect"}, {"recall", "rest", "merge", "merge-with-sinks"}
+    assert set(first) == plans | others and set(first.values()) == {"griddepcontrol.wait"}
     assert control.startswith("ld.global") and whole.startswith("ld.global"), "these do not wait"
 
 
@@ -362,26 +367,28 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_freekv.kernels import plan, seed
+from sglang_freekv.kernels import plan, preselect, seed
 from sglang_freekv.kernels.select import BLOCKS, Sizes
 
 sizes = Sizes(SINK=16, SELECTED=224, WINDOW=16, H=8, G=4, S=8, C=256, A=256, BUDGET=256, G_BLOCK=4, C_BLOCK=256, A_BLOCK=256,
               BUDGET_BLOCK=256, P_FEW=BLOCKS[0], P_MANY=BLOCKS[1], P_BLOCK=1 << 18)
 NUMBERS = {"SIZES": sizes, "POOLING": "softmax-mean", "EXTRA": 224, "HYSTERESIS": 1.0, "ON_TURN": False, "FOLLOWS": True, "AHEAD_FIRST": False,
-           "A_PART": 256, "REST": False}
+           "A_PART": 256, "REST": False, "PARTS_BLOCK": 64}
 WIDE = {"p_rows", "p_seq_lens", "p_counts"}
 
 few = sizes._replace(P_FEW=4, P_MANY=8, P_BLOCK=32)  # as tests have it, where threads have one weight each
-for kernel, options in ((seed._seed_slots, {"num_warps": 16}), (plan._plan_pages, {"num_warps": 8, "maxnreg": 96})):
+EIGHT = {"num_warps": 8}
+LONG = ((seed._seed_slots, {"num_warps": 16}), (plan._plan_pages, EIGHT | {"maxnreg": 96}), (preselect._norm_parts, EIGHT), (preselect._preselect, EIGHT))
+for kernel, options in LONG:
     for numbers in (NUMBERS, NUMBERS | {"SIZES": few, "AHEAD_FIRST": True}):
         constants = {p.name: numbers[p.name] for p in kernel.params if p.is_constexpr}
-        kinds = {p.name: "*i64" if p.name in WIDE else "*fp32" if p.name == "p_logits" else "*i32" for p in kernel.params}
+        kinds = {p.name: "*i64" if p.name in WIDE else "*fp32" if p.name in ("p_logits", "p_norms") else "*i32" for p in kernel.params}
         kinds |= {name: "i32" for name in kinds if not name.startswith("p_")} | dict.fromkeys(constants, "constexpr")
         made = triton.compile(ASTSource(kernel, kinds, constants, {}), target=GPUTarget("cuda", 90, 32), options=options)
         ptx = made.asm["ptx"]
         shuffled = set(re.findall(r"shfl[.]sync[.]\\w+[.]b32\\s+(%r\\d+)", ptx))
         fused = [line for line in ptx.splitlines() if "fma.rn.f32" in line and shuffled & set(re.findall(r"%r\\d+", line)[1:])]
-        print(made.metadata.shared, len(ptx.splitlines()), len(shuffled) > 20, len(fused), flush=True)
+        print(made.metadata.shared, len(ptx.splitlines()), bool(shuffled), len(fused), flush=True)
 """
 
 
@@ -395,9 +402,9 @@ def long():
 def test_a_context_of_a_million_tokens_is_compiled_in_parts(long):
     """All of its weights at once would be 131,072 in the registers of one program: that compiles for minutes, and spills."""
     found = [line.split() for line in long]
-    assert len(found) == 4 and all(int(shared) <= 4096 and int(lines) < 40_000 for shared, lines, *_ in found), found
+    assert len(found) == 8 and all(int(shared) <= 4096 and int(lines) < 40_000 for shared, lines, *_ in found), found
 
 
 def test_no_thread_of_a_plan_has_a_sum_of_its_own(long):
     """A product that is fused with what another thread sends is rounded there alone. Then equal pages get weights that differ."""
-    assert [line.split()[2:] for line in long] == 4 * [["True", "0"]]
+    assert [line.split()[2:] for line in long] == 8 * [["True", "0"]]

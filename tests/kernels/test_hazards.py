@@ -56,7 +56,8 @@ SAME = "what is written is true where what was read is"
 READ_COUNT, WRITE_COUNT = "count = tl.load(p_free_count)", "tl.store(p_free_count, count)"
 READ_CHOSEN = "b_wanted = tl.load(p_chosen + o_q - SIZES.SINK, mask=m_chosen, other=0)"
 READ_WEIGHTS = "b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)"
-READ_PARTS = "b_weight = tl.load(p_weights + o_p, mask=o_p < end, other=EXCLUDED)"
+READ_MARKS = "m_held = tl.load(p_marks + o_p, mask=o_p < end, other=0) > 0"
+WRITE_HELD = "tl.store(p_marks + P + num_chosen + tl.cumsum(m_held.to(tl.int32), 0) - 1, o_p, mask=m_held)"
 WRITE_CHOSEN = "tl.store(p_marks + P + b_rank, o_p, mask=m_chosen)"
 CLEAR_MARKS, WRITE_MARKS = (
     "tl.store(p_marks + o_p, 0, mask=m_candidate)",
@@ -92,17 +93,13 @@ NO_HAZARD = {  # kernel, argument, the lines in their order: why different threa
     ("_plan_pages", "p_notes", READ_WEIGHTS, CLEAR_MARKS): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHTS, WRITE_MARKS): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHTS, WRITE_CHOSEN): NOTES,
-    ("_plan_pages", "p_notes", READ_PARTS, CLEAR_MARKS): NOTES,
-    ("_plan_pages", "p_notes", READ_PARTS, WRITE_MARKS): NOTES,
-    ("_plan_pages", "p_notes", READ_PARTS, WRITE_CHOSEN): NOTES,
-    ("_plan_pages", "p_notes", WRITE_MARKS, READ_WEIGHTS): NOTES,
-    ("_plan_pages", "p_notes", WRITE_CHOSEN, READ_WEIGHTS): NOTES,
-    ("_plan_pages", "p_notes", WRITE_MARKS, READ_HELD): "other pages, of another part",
-    ("_plan_pages", "p_notes", WRITE_CHOSEN, READ_HELD): NOTES,
+    ("_plan_pages", "p_notes", READ_MARKS, WRITE_HELD): NOTES,
+    ("_plan_pages", "p_notes", WRITE_HELD, READ_MARKS): NOTES,
     ("_plan_pages", "p_notes", READ_HELD, WRITE_MARKS): SAME,
     ("_plan_pages", "p_notes", READ_HELD, WRITE_CHOSEN): NOTES,
     ("_plan_pages", "p_notes", READ_WEIGHT, KEEP): NOTES,
     ("_plan_pages", "p_notes", READ_MARK, KEEP): SAME,
+    ("_preselect", "p_notes", READ_WEIGHTS, "tl.store(p_scratch + P + o_p, 0, mask=m_candidate)"): NOTES,
     ("_plan_pages", "p_notes", READ_CHOSEN, WRITE_MISSING): NOTES,
     ("_plan_pages", "p_notes", READ_KEPT, WRITE_MISSING): NOTES,
     ("_plan_pages", "p_notes", WRITE_MISSING, READ_CHOSEN): NOTES,
