@@ -189,8 +189,9 @@ def test_the_default_preset_has_a_part_of_its_own_and_is_what_takeaways_tell_of(
     assert "Stock SGLang stores KV in fp8_e4m3." in text and "FreeKV stores" not in text
     assert text.endswith("![default](paper-crossover-llama-3.1-8b-default.png)")
     told = figures.page([section])
-    assert "It is 0.50 at 8K with the default preset on a device against FlashAttention 3." in told
-    assert "With 4 requests of 32K a token takes 1.50 times as long with the default preset on a device against FlashAttention 3." in told
+    assert "It is 0.50 at 8K with the default preset and KV in 8 bits on a device against FlashAttention 3." in told
+    assert "32K a token takes 1.50 times as long with the default preset and KV in 8 bits on a device against FlashAttention 3." in told
+    assert "## Against stock SGLang, on a device, KV in 8 bits: " in told
     for system in ("freekv-default", "stock-fa3"):
         results[f"{system}/1k/b4"] = results[f"{system}/32k/b4"] | {"cell": {"context": 1024, "batch": 4, "prefix": "hit"}}
         results[f"{system}/16k/b4"] = results[f"{system}/32k/b4"] | {"cell": {"context": 16384, "batch": 4, "prefix": "hit"}}

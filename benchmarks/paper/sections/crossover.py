@@ -27,14 +27,14 @@ LONGER = (
 
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
-    section.figure += f", on {section.devices(section.results.values())}"
+    section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}"
     section.add(
         "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
         "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
         "at once. TTFT is the median of a cell, whose prompts were sent once if nothing else is said. *Tokens/s* counts the whole cell, with prefill and waiting."
     )
-    if section.shape_key in ABOUT:
-        section.add(ABOUT[section.shape_key])
+    if about := ABOUT.get(section.key) or ABOUT.get(section.shape_key or ""):
+        section.add(about)
     for title, pair in crossover.PAIRS.items():
         rows = [
             row for row in compared(section.results, *pair) if (row.ours or title not in RESIDENT) and (row.theirs or title not in KEPT)
@@ -52,7 +52,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
             drawn, lines = f"{section.shape}, {title}, {where}: {what}", _curves(rows, title)
             section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
-            section.facts |= _facts(title, rows, held["theirs"], where)
+            section.facts |= _facts(title, rows, held["theirs"], where, _in_8_bits(section).strip(", "))
             if title in RESIDENT:
                 section.facts["server"]["longer"] = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)}
         section.aims += _aims(section, title, rows)
@@ -100,6 +100,10 @@ def _stored(rows: list[Compared]) -> str:
         found = dict.fromkeys(getattr(row, side).get("kv_dtype", "auto") for row in rows)
         told += "".join(f" {who} stores KV in {dtype}." for dtype in found if dtype != "auto")
     return told
+
+
+def _in_8_bits(section: Section) -> str:
+    return ", KV in 8 bits" if any(result.get("kv_dtype", "auto") != "auto" for result in section.results.values()) else ""
 
 
 def _passes(rows: list[Compared]) -> str:
@@ -195,14 +199,15 @@ def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tupl
     return curves
 
 
-def _facts(title: str, rows: list[Compared], held: float, where: str) -> dict:
+def _facts(title: str, rows: list[Compared], held: float, where: str, bits: str) -> dict:
     """What the takeaways tell: of one request and of losses by card, under ``server``; of the same KV bytes beside it."""
+    unusual = [*(["the default preset"] if title == DEFAULT else []), *([bits] if bits else [])]
+    where = f"with {' and '.join(unusual)} {where}" if unusual else where
     if title == SAME:
         return {"held": held, "memory": where, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
     ratios = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
     hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
     cold = [row.ttft[2] for row in rows if row.prefix == "cold" and row.ttft[2]]
-    where = f"with the default preset {where}" if title == DEFAULT else where
     slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
     return {"server": {"where": where, "alone": ratios, "hits": hits, "cold": cold, "slowest": slowest, "resident": title != PRODUCTION}}
 
@@ -234,7 +239,7 @@ def _aims_resident(where: str, load: str, rows: list[Compared]) -> list[Aim]:
 def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
     shape = section.shape
     if title in crossover.UNDER:
-        return _aims_resident(f"{shape}, {_where(section, rows)}", crossover.UNDER[title], rows)
+        return _aims_resident(f"{shape}{_in_8_bits(section)}, {_where(section, rows)}", crossover.UNDER[title], rows)
     if title == PRODUCTION:
         alone = [row for row in rows if row.batch == 1 and row.tpot[2]]
         what = f"{shape}, nothing resident: TPOT / stock SGLang's at batch 1, worst of the contexts"

@@ -60,14 +60,18 @@ class Section:
         return cls(figure, path.stem, json.loads(path.read_text()), directory)
 
     @property
+    def key(self) -> str:
+        """SHAPE or SHAPE-SUFFIX of the file's name."""
+        return self.name.split("-", 2)[2]
+
+    @property
     def shape(self) -> str:
-        return SHAPES.get(self.shape_key or "", self.name.split("-", 2)[2])
+        return SHAPES.get(self.shape_key or "", self.key)
 
     @property
     def shape_key(self) -> str | None:
         """Of ``SHAPES``; None for a shape without a title."""
-        named = self.name.split("-", 2)[2]
-        return next((shape for shape in SHAPES if f"{named}-".startswith(f"{shape}-")), None)
+        return next((shape for shape in SHAPES if f"{self.key}-".startswith(f"{shape}-")), None)
 
     @property
     def results(self) -> dict:
