@@ -21,7 +21,7 @@ COLOURS = {
 KINDS = (
     ("_overwrite", "score"),
     ("_append", "append"), ("_needs_correction", "correction test"), ("_digest", "digest, offload"), ("_offload", "digest, offload"),
-    ("_score", "score"), ("_plan", "plan"), ("_recall", "recall"), ("_attend", "attention"), ("_merge", "attention"), ("nvjet", "GEMM"),
+    ("_score", "score"), ("_norm", "plan"), ("_preselect", "plan"), ("_plan", "plan"), ("_recall", "recall"), ("_attend", "attention"), ("_merge", "attention"), ("nvjet", "GEMM"),
 )  # fmt: skip
 LANES = ("main", "appends", "selection", "transfers")
 

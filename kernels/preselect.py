@@ -39,12 +39,24 @@ def preselect(
     part_norms = torch.empty(*grid, 2, sizes.G_BLOCK, dtype=torch.float32, device=device)
     contexts = candidates.rows, candidates.seq_lens, candidates.frames, *heads, *tables
     numbers = {"REST": rest, "AHEAD_FIRST": ahead_first, "SIZES": sizes, "ON_TURN": candidates.on_turn}
-    launch = {"num_warps": 8} | following(device, closely=not rest)
+    launch = {"num_warps": 8, "maxnreg": 96} | following(device, closely=not rest)  # registers as those of a plan
     if candidates.pooling == "softmax-mean":
         _norm_parts[grid](candidates.logits, *contexts, part_norms, num_pages, **numbers, **launch)
     more = {"POOLING": candidates.pooling, "HYSTERESIS": float(candidates.hysteresis), "PARTS_BLOCK": triton.next_power_of_2(grid[2])}
     _preselect[grid](candidates.logits, *contexts, part_norms, notes, finds, num_pages, **numbers, **more, **launch)
     return finds
+
+
+@triton.jit
+def _has_no_part(p_rows, p_seq_lens, P, SIZES: tl.constexpr):
+    """Whether a program has nothing to look at, whatever its kv head does: the context is short, or has no such part.
+
+    Most programs of a server whose contexts are shorter than they may be leave here, behind one load.
+    """
+    i_b = tl.program_id(0).to(tl.int64)
+    row, seq_len = tl.load(p_rows + i_b), tl.load(p_seq_lens + i_b).to(tl.int32)
+    last = tl.minimum(tl.cdiv(seq_len + 1, SIZES.S) - SIZES.WINDOW, P)
+    return (row <= 0) | (last - SIZES.SINK <= tl.maximum(tl.program_id(2), 1) * SIZES.P_MANY)
 
 
 @triton.jit
@@ -69,6 +81,8 @@ def _norm_parts(
     """The largest logit of each query head in a part, and the logarithm of the sum of exponentials relative to it."""
     await_previous(FOLLOWS)
     let_next_in(FOLLOWS)
+    if _has_no_part(p_rows, p_seq_lens, P, SIZES):
+        return
     p_tables, p_heads = (p_slot_pages, p_attended, p_row_frames), (p_corrected, p_lost)
     i_unit, begin, end, _, _, _ = _part(p_rows, p_seq_lens, p_frames, p_heads, p_tables, P, REST, AHEAD_FIRST, SIZES, ON_TURN)
     if begin < end:
@@ -106,6 +120,8 @@ def _preselect(
 ):
     await_previous(FOLLOWS)
     let_next_in(FOLLOWS)
+    if _has_no_part(p_rows, p_seq_lens, P, SIZES):
+        return
     p_tables, p_heads = (p_slot_pages, p_attended, p_row_frames), (p_corrected, p_lost)
     i_unit, begin, end, last, most, p_mine = _part(p_rows, p_seq_lens, p_frames, p_heads, p_tables, P, REST, AHEAD_FIRST, SIZES, ON_TURN)
     if begin >= end:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sglang_freekv.config import PART_PAGES
 from sglang_freekv.kernels.candidates import Candidates, Tables
 
 # Weights are compared as integers of at least LIGHTEST. EXCLUDED takes no part in a choice.
@@ -16,7 +17,7 @@ LIGHTEST = tl.constexpr(-(2**31) + 1)
 HEAVIEST = tl.constexpr(2**31 - 1)
 FAINT = tl.constexpr(-3.0e38)  # as in reference_plan
 
-BLOCKS = (1024, 4096)  # P_FEW and P_MANY, if the longest possible context has more pages than the first
+BLOCKS = (1024, PART_PAGES)  # P_FEW and P_MANY, if the longest possible context has more pages than the first
 
 
 class Sizes(NamedTuple):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from sglang_freekv.config import GIB, FreeKVConfig, Refusal
+from sglang_freekv.config import GIB, PART_PAGES, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.window_kv import MAPPING_BYTES, WindowKV
@@ -121,14 +121,17 @@ class Sizing:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of token slots, scores, and KV of window layers."""
+        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of token slots, scores, a plan's scratch, and KV of
+        window layers."""
         shape, config = self.shape, self.config
         tables = 4 * shape.kv_heads * (config.cache_pages + config.attended_pages)
         misses = 12 * shape.kv_heads * min(config.attended_pages, config.cache_pages)
         queries = shape.query_heads * shape.head_dim * shape.format.compute.itemsize
         pages = self.context_len // config.page_size
-        scores = 4 * pages * (shape.query_heads + shape.kv_heads)  # and the plan's scratch
-        return shape.retrieval_layers * (tables + misses + queries) + scores + 4 * self.context_len + self.row_window_bytes
+        scores, notes = 4 * pages * shape.query_heads, 8 * shape.kv_heads * (pages + config.attended_pages)
+        parts = -(-pages // PART_PAGES) if pages > PART_PAGES else 0
+        finds = 8 * shape.kv_heads * parts * min(PART_PAGES, config.attended_pages)
+        return shape.retrieval_layers * (tables + misses + queries) + scores + notes + finds + 4 * self.context_len + self.row_window_bytes
 
     @property
     def promised_frames(self) -> int:

@@ -17,6 +17,7 @@ BACKEND_NAME = "freekv"  # name of the attention backend in SGLang
 GIB = 1 << 30
 DIGESTS = ("cuboid-mean", "min-max", "two-bit")
 WORD_TOKENS = 8  # tokens whose codes share a word of a two-bit digest
+PART_PAGES = 4096  # candidates of a context that one program of a GPU holds at a time
 MOST_SLOTS = (1 << 15) - 1  # slots of a row: two counts of slots share a word in the plan
 POOLINGS = ("softmax-mean", "mean", "max")
 SELECTIONS = ("every-step", "on-turn")

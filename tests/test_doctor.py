@@ -57,7 +57,7 @@ def test_llama_by_hand(make_machine, ask):
     assert tiers["dense layers"]["per_request"] == 32768 * TOKEN
     assert tiers["staging of prefixes"]["all_requests"] == 2 * 32768 * TOKEN
     frame = 31 * 32 * TOKEN + 24
-    row = 66 * frame + 31 * (4 * 8 * (64 + 64) + 12 * 8 * 64 + 32 * 128 * 2) + 4 * 1024 * (32 + 8) + 4 * 32768
+    row = 66 * frame + 31 * (4 * 8 * (64 + 64) + 12 * 8 * 64 + 32 * 128 * 2) + 4 * 1024 * 32 + 8 * 8 * (1024 + 64) + 4 * 32768
     assert (tiers["device cache"]["per_request"], tiers["device cache"]["all_requests"]) == (row, 4 * row - 2 * frame)
     device = 2 * 8_030_261_248 + 3 * (1024 * 31 + 32768) * TOKEN + 4 * row - 2 * frame + 2 * 32768 * TOKEN
     assert tiers["device, all of these"]["all_requests"] == device and tiers["device, all of these"]["has"] == 80 * GIB * 0.85

@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import Candidates, Heads, Misses, Reads, Tables, attend, merge, plan, recall, score
+from sglang_freekv.kernels import Candidates, Heads, Misses, Reads, Tables, attend, merge, plan, preselect, recall, score, select
 from sglang_freekv.kernels.follow import can_follow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not can_follow(torch.device("cuda")), reason="needs a Hopper")
 
 H, G, D, S, PAGES, REQUESTS, RUNS = 8, 4, 128, 32, 4096, 8, 20
+NONSENSE = {torch.float32: torch.nan, torch.int32: 0}  # of pages and weights: no page lies elsewhere
+PARTS = (1024, 1024)  # of candidates, as BLOCKS: so four programs preselect of each kv head
 BUDGET = PageBudget(sink=16, selected=32, window=16)
 SLOTS = BUDGET.sink + BUDGET.selected + BUDGET.window
 
@@ -41,6 +43,14 @@ class Correction:
         self.host = torch.randn(PAGES, H, 2, S, D, dtype=torch.bfloat16, device="cuda")
         self.corrected = torch.ones(REQUESTS, H, dtype=torch.bool, device="cuda")
         self.counts = torch.zeros(REQUESTS + 1, 3, dtype=torch.int64, device="cuda")
+        self.scratch: dict[tuple, torch.Tensor] = {}
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """In the place of ``torch.empty``: what ``run`` has filled with nonsense before, so that no kernel does so in between."""
+        key = shape, dtype
+        if key not in self.scratch:
+            self.scratch[key] = torch.full(shape, NONSENSE[dtype], dtype=dtype, device=device)
+        return self.scratch[key]
 
     def run(self, between=lambda: None) -> list[torch.Tensor]:
         """What the kernels leave, with ``between`` them. All of them are given to the device before the first one begins, and what one
@@ -54,13 +64,16 @@ class Correction:
         attending = self.queries, keys, values, self.lens, reads, D**-0.5, shares
         attend.attend_present(*attending)  # to nothing, as reads are
         now, ahead = (Misses.allocate(REQUESTS * H * SLOTS, "cuda") for _ in range(2))
+        for (_, dtype), tensor in self.scratch.items():
+            tensor.fill_(NONSENSE[dtype])
         torch.cuda.synchronize()
         torch.cuda._sleep(10_000_000)
         with mock.patch.object(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options)):
             logits = score.score_pages(self.queries, self.digests, self.rows, self.lens, self.table, BUDGET, S, scale=D**-0.5)
         between()
         candidates = Candidates(logits, self.rows, self.lens, self.table, frames, BUDGET, S)
-        plan.plan_pages(candidates, heads, tables, reads, now, ahead, self.counts, ahead_first=True)
+        with mock.patch.object(torch, "empty", self.empty):
+            plan.plan_pages(candidates, heads, tables, reads, now, ahead, self.counts, ahead_first=True)
         between()
         recall.recall_pages(self.host, now, keys, values, 64, closely=True)
         between()
@@ -71,9 +84,10 @@ class Correction:
         return [*tables, keys, values, output]
 
 
-@pytest.fixture(scope="module")
-def correction() -> Correction:
-    return Correction()
+@pytest.fixture(scope="module", params=[select.BLOCKS, PARTS], ids=["at once", "in parts"])
+def correction(request) -> Correction:
+    with mock.patch.object(select, "BLOCKS", request.param):
+        yield Correction()
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +107,14 @@ def test_what_follows_closely_finds_what_was_written(correction, expected):
     assert not any(differ(correction, expected) for _ in range(RUNS))
 
 
-@pytest.mark.parametrize("module, kernel", [(plan, "_plan_pages"), (recall, "_recall_kernel")])
+CONTROLS = [(plan, "_plan_pages"), (recall, "_recall_kernel"), (preselect, "_norm_parts"), (preselect, "_preselect")]
+
+
+@pytest.mark.parametrize("module, kernel", CONTROLS)
 def test_a_kernel_that_does_not_wait_is_caught(module, kernel, correction, expected, monkeypatch):
-    """The negative control. Before these two comes a kernel that lets them in early."""
+    """The negative control. Before these comes a kernel that lets them in early."""
+    if module is preselect and select.BLOCKS != PARTS:
+        pytest.skip("nothing is preselected")
     monkeypatch.setattr(module, "await_previous", passes_on)
     monkeypatch.setattr(module, kernel, triton.jit(getattr(module, kernel).fn))
     correction.run(torch.cuda.synchronize)  # compiles

@@ -174,6 +174,7 @@ def test_a_barrier_stands_between_reads_and_writes(launches):
     "_forget_kernel": {"p_frame_of"},
     "_needs_correction": {"p_previous"},
     "_plan_pages": {"p_notes", "p_attended", "p_slot_pages", "p_read_pages"},
+    "_preselect": {"p_notes"},
     "_recall_kernel": {"p_length"},
     "_settle_stamps": {"p_stamps", "p_totals"},
 }.items())  # fmt: skip

@@ -332,9 +332,18 @@ def test_sequences_go_as_with_the_reference(case, logits, ahead_first):
     assert recalled > 0 and (lost > 0) == (residency > 0) and run.ours.counts[ROWS, reference.RECALLED].sum() == recalled
 
 
-@pytest.mark.parametrize("name", ["slack", "mean", "slack-hysteresis", "in-full-if-it-fits-on-turn"])
-def test_contexts_of_more_pages_than_a_program_holds_go_as_with_the_reference(name, monkeypatch):
-    monkeypatch.setattr(select, "BLOCKS", (4, 8))
+@pytest.mark.parametrize(
+    "name, blocks",
+    [
+        ("slack", (4, 8)),
+        ("mean", (4, 8)),
+        ("slack-hysteresis", (4, 8)),
+        ("in-full-if-it-fits-on-turn", (4, 8)),
+        ("in-full-if-it-fits", (2, 4)),  # whose parts have fewer pages than are chosen of all
+    ],
+)
+def test_contexts_of_more_pages_than_a_program_holds_go_as_with_the_reference(name, blocks, monkeypatch):
+    monkeypatch.setattr(select, "BLOCKS", blocks)
     test_sequences_go_as_with_the_reference(CASES[name], ("distinct", 0.3), True)
     test_sequences_go_as_with_the_reference(CASES[name], ("ties", 0.6), False)
 
@@ -391,8 +400,9 @@ def test_longest_contexts_without_ties(lens, size):
 
 @pytest.mark.parametrize("pooling", get_args(reference.Pooling))
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 3e38, -3e38])
-@pytest.mark.parametrize("share", [0.1, 1.0])
-def test_tables_stay_sound_whatever_the_logits(poison, share, pooling):
+@pytest.mark.parametrize("share, blocks", [(0.1, select.BLOCKS), (1.0, select.BLOCKS), (0.1, (4, 8))])
+def test_tables_stay_sound_whatever_the_logits(poison, share, blocks, pooling, monkeypatch):
+    monkeypatch.setattr(select, "BLOCKS", blocks)
     run = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 10, 4, 3, pooling)
 
     def logits() -> torch.Tensor:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from sglang_freekv.config import FreeKVConfig
+from sglang_freekv.kernels import plan, preselect
+from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
+from sglang_freekv.kernels.misses import Misses
+from sglang_freekv.kernels.reads import Reads
 from sglang_freekv.layers import LayerKind, LayerTable
 from sglang_freekv.memory_pool.kv_format import KVFormat
 from sglang_freekv.memory_pool.sizing import FRAME_TABLE_BYTES, KVShape, Sizing
@@ -17,8 +23,8 @@ COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
 ONE_BYTE = KVFormat(torch.float8_e4m3fn, torch.bfloat16)  # codes of a type that needs no scales
 
 
-def sizing(kv: KVFormat) -> Sizing:
-    return Sizing(CONFIG, KVShape(LayerTable((D, R, W, R, R)), HEADS, 6, DIM, (2, DIM), kv, window=32), CONTEXT, chunk=128)
+def sizing(kv: KVFormat, context: int = CONTEXT) -> Sizing:
+    return Sizing(CONFIG, KVShape(LayerTable((D, R, W, R, R)), HEADS, 6, DIM, (2, DIM), kv, window=32), context, chunk=128)
 
 
 @pytest.mark.parametrize("dtype", COMPUTE, ids=str)
@@ -66,3 +72,29 @@ def test_codes_leave_more_tokens_to_the_same_host_and_more_frames_to_the_same_de
     tokens, more = (each.tokens(host, device, 4) for each in (plain, coded))
     assert tokens == host // (3 * 192) // PAGE * PAGE and more == host // (3 * 104) // PAGE * PAGE
     assert coded.frames(24 << 20, 1 << 16, 4) > 1.7 * plain.frames(24 << 20, 1 << 16, 4)
+
+
+@pytest.mark.parametrize("pages", [128, 4096, 9000])
+def test_scratch_that_a_plan_allocates_is_counted(pages, monkeypatch):
+    """With 9,000 pages three programs preselect. Norms of their parts are left out: they take less than a page of tokens."""
+    rows, allocated = torch.tensor([1]), []
+    empty = torch.empty
+    for module, kernel in ((plan, "_plan_pages"), (preselect, "_preselect"), (preselect, "_norm_parts")):
+        monkeypatch.setattr(module, kernel, mock.MagicMock())
+
+    def counted(*shape, **options):
+        made = empty(*shape, **options)
+        if made.dtype == torch.int32:
+            allocated.append(made.nbytes)
+        return made
+
+    width, budget = CONFIG.attended_pages, CONFIG.pages
+    tables = Tables(*(torch.zeros(2, *sizes, dtype=torch.int32) for sizes in ((HEADS, width), (HEADS, width), (width,))))
+    where = torch.zeros(1, 6, pages), rows, rows, torch.zeros(1, pages), torch.zeros(1, pages)
+    reads, misses = Reads.allocate(1, HEADS, width, torch.device("cpu"), budget.total), Misses.allocate(8, "cpu")
+    heads = Heads(*torch.zeros(2, 1, HEADS, dtype=torch.bool))
+    monkeypatch.setattr(torch, "empty", counted)
+    plan.plan_pages(Candidates(*where, budget, PAGE), heads, tables, reads, misses, misses, rows, ahead_first=True)
+    one, other = (sizing(KVFormat.plain(torch.bfloat16), length * PAGE).table_bytes for length in (pages, 16))
+    beside = (4 * 6 + 4 * PAGE) * (pages - 16)  # scores, and SGLang's row of token slots
+    assert one - other - beside == sum(allocated) - 8 * HEADS * (16 + width)
