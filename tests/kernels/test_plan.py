@@ -398,16 +398,19 @@ def test_longest_contexts_without_ties(lens, size):
     run.assert_sound(REAL, run.weights(logits, True))
 
 
-@pytest.mark.parametrize("pooling", get_args(reference.Pooling))
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 3e38, -3e38])
-@pytest.mark.parametrize("share, blocks", [(0.1, select.BLOCKS), (1.0, select.BLOCKS), (0.1, (4, 8))])
-def test_tables_stay_sound_whatever_the_logits(poison, share, blocks, pooling, monkeypatch):
+POISONS = {str(value): value for value in (torch.nan, torch.inf, -torch.inf, 3e38, -3e38)}
+SHARES = {"some": (0.1, select.BLOCKS), "all": (1.0, select.BLOCKS), "some in parts": (0.1, (4, 8))}
+
+
+@pytest.mark.parametrize("poison, share, pooling", covering(POISONS, SHARES, {name: name for name in get_args(reference.Pooling)}))
+def test_tables_stay_sound_whatever_the_logits(poison, share, pooling, monkeypatch):
+    some, blocks = share
     monkeypatch.setattr(select, "BLOCKS", blocks)
     run = Sequences([61, 9, 40, 18], PageBudget(2, 4, 2), 10, 4, 3, pooling)
 
     def logits() -> torch.Tensor:
         drawn = 9 * torch.randn(len(ROWS), H * 3, run.num_pages)
-        return drawn.masked_fill(torch.rand(drawn.shape) < share, poison).to(DEVICE)
+        return drawn.masked_fill(torch.rand(drawn.shape) < some, poison).to(DEVICE)
 
     run.seed(logits())
     run.assert_sound(REAL)
