@@ -3,9 +3,9 @@
 
 A kernel reads and writes nothing before ``await_previous``; behind it, everything is as in an ordinary launch.
 
-Only a plan with its preselection, a correction's recall, the attention to the rest and the merge are launched this way, because the next layer waits for them.
-A recall ahead is not: if it starts a microsecond sooner, it takes processors from the matrix product that is being launched
-(benchmarks/results/bench_step-history.json).
+Only a plan with its preselection, a correction's recall, the attention to the rest and the merge are launched this way, because the next
+layer waits for them. A recall ahead is not: if it starts a microsecond sooner, it takes processors from the matrix product that is being
+launched (benchmarks/results/bench_step-history.json).
 """
 
 from __future__ import annotations

@@ -388,7 +388,7 @@ for kernel, options in LONG:
         ptx = made.asm["ptx"]
         shuffled = set(re.findall(r"shfl[.]sync[.]\\w+[.]b32\\s+(%r\\d+)", ptx))
         fused = [line for line in ptx.splitlines() if "fma.rn.f32" in line and shuffled & set(re.findall(r"%r\\d+", line)[1:])]
-        print(made.metadata.shared, len(ptx.splitlines()), bool(shuffled), len(fused), flush=True)
+        print(made.metadata.shared, len(ptx.splitlines()), len(shuffled), len(fused), flush=True)
 """
 
 
@@ -407,4 +407,6 @@ def test_a_context_of_a_million_tokens_is_compiled_in_parts(long):
 
 def test_no_thread_of_a_plan_has_a_sum_of_its_own(long):
     """A product that is fused with what another thread sends is rounded there alone. Then equal pages get weights that differ."""
-    assert [line.split()[2:] for line in long] == 8 * [["True", "0"]]
+    shuffled, fused = zip(*(map(int, line.split()[2:]) for line in long))
+    assert min(shuffled) > 10 and not any(fused)
+    assert min(shuffled[:4]) > 100, "seeding and plans have many sums"
