@@ -172,6 +172,14 @@ LAUNCHER = (
         )
     ),
     Patch(
+        "sglang.srt.managers.tokenizer_manager_score_mixin.TokenizerManagerScoreMixin.score_request",
+        "self query items label_token_ids apply_softmax item_first embed_override_token_id query_embed_overrides "
+        "item_embed_overrides request return_pooled_hidden_states",
+        BEFORE, "mistakes:refuse_no_labels",
+        "a score of no token is answered with status 500; later releases refuse it",
+        until="0.5.23",
+    ),
+    Patch(
         "fastapi.routing.run_endpoint_function", "dependant values is_coroutine", BEFORE, "mistakes:refuse_parameters",
         "/vertex_generate makes a request of any parameters; SGLang offers no function to hook before that",
         due=HTTP_REQUEST,

@@ -54,6 +54,16 @@ def refuse_no_messages(serving, request, *args, **kwargs) -> None:
         raise ValueError("messages: found none with content, expected at least one; send one")
 
 
+def refuse_no_labels(manager, query=None, items=None, label_token_ids=None, *args, **kwargs) -> None:
+    """BEFORE items are scored: refuse an empty list of the tokens whose probability is asked for. Without items there is nothing to score.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    if items and label_token_ids == []:
+        raise ValueError("label_token_ids: found none, expected at least one token; send one")
+
+
 def as_clients_mistake(call: Callable, *args, **kwargs) -> Any:
     """AROUND a function that only reads a request: turn its exceptions into a ValueError, which SGLang answers with status 400."""
     try:

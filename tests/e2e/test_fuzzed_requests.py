@@ -275,6 +275,7 @@ CLIENTS_MISTAKES = [  # each was answered with status 500, or could end the sche
     ("/api/chat", {"model": "x", "messages": []}), ("/parse_function_call", TOOLS | {"text": "<tool_call>\n[5]\n</tool_call>"}),
     ("/set_internal_state", b'{"server_args": {"pp_max_micro_batch_size": NaN}}'),
     ("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 1.5}}),
+    ("/v1/score", SOUND["/v1/score"][0] | {"label_token_ids": []}),
     ("/configure_logging", {"log_requests": True, "log_requests_level": 7}), ("/start_profile", {"num_steps": 2**70}),
     *((path, LONE) for path in TAKE_TEXT),
 ]  # fmt: skip
