@@ -127,7 +127,7 @@ def _preselect(
     if begin >= end:
         return
     p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * 2 * (P + SIZES.A)
-    b_top, b_log_sum = tl.zeros([SIZES.G_BLOCK], tl.float32), tl.zeros([SIZES.G_BLOCK], tl.float32)
+    b_top, b_log_sum = tl.full([SIZES.G_BLOCK], 0, tl.float32), tl.full([SIZES.G_BLOCK], 0, tl.float32)
     if POOLING == "softmax-mean":
         p_norms += i_unit * tl.num_programs(2) * 2 * SIZES.G_BLOCK
         b_top, b_log_sum = _joined(p_norms, tl.cdiv(last - SIZES.SINK, SIZES.P_MANY), SIZES, PARTS_BLOCK)

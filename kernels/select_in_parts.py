@@ -14,7 +14,7 @@ AT_ONCE = tl.constexpr(4096)  # logits of a group, of which each thread keeps 16
 @triton.jit
 def weigh_in_parts(p_group, p_weights, end, P, SIZES: tl.constexpr, POOLING: tl.constexpr, PART: tl.constexpr):
     """Write to ``p_weights [P]`` what ``weigh`` returns of the candidates, which lie between the sink and ``end``."""
-    b_top, b_log_sum = tl.zeros([SIZES.G_BLOCK], tl.float32), tl.zeros([SIZES.G_BLOCK], tl.float32)
+    b_top, b_log_sum = tl.full([SIZES.G_BLOCK], 0, tl.float32), tl.full([SIZES.G_BLOCK], 0, tl.float32)
     if POOLING == "softmax-mean":
         b_top, b_log_sum = norms(p_group, SIZES.SINK, end, P, SIZES, min(PART, AT_ONCE // SIZES.G_BLOCK))
     weigh_pages(p_group, p_weights, SIZES.SINK, end, b_top, b_log_sum, P, SIZES, POOLING, PART)
