@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preselect: of a long context's candidates, those that a plan has to choose among, found by one program for each part of them.
+"""Preselect: of a long context's candidates, those that a plan has to choose among, found by several programs.
 
 A page that a kv head selects is among the heaviest of its own part. A plan alone reads all weights of a kv head on one processor of a GPU.
 A step of one request so took 16 ms at 1M tokens, and 6.5 ms at 128K (benchmarks/results/paper-crossover-llama-3.1-8b-8-bit.json).
@@ -16,6 +16,8 @@ from sglang_freekv.kernels.follow import await_previous, following, let_next_in
 from sglang_freekv.kernels.placement import favour_last
 from sglang_freekv.kernels.select import EXCLUDED, Sizes, heaviest, most_finds, most_to_choose, stands_still
 from sglang_freekv.kernels.select_in_parts import AT_ONCE, norms, weigh_pages
+
+PROGRAMS = 256  # that share the parts, or one for each kv head if these are more: about what a Hopper GPU runs at once
 
 
 def preselect(
@@ -34,22 +36,23 @@ def preselect(
     num_pages, device = candidates.logits.shape[2], candidates.logits.device
     if sizes.P_BLOCK <= sizes.P_MANY:
         return None
-    grid = len(candidates.rows), sizes.H, triton.cdiv(num_pages, sizes.P_MANY)
-    finds = torch.empty(*grid[:2], 2, grid[2] * min(sizes.P_MANY, sizes.A), dtype=torch.int32, device=device)
-    part_norms = torch.empty(*grid, 2, sizes.G_BLOCK, dtype=torch.float32, device=device)
+    num_parts, units = triton.cdiv(num_pages, sizes.P_MANY), (len(candidates.rows), sizes.H)
+    finds = torch.empty(*units, 2, num_parts * min(sizes.P_MANY, sizes.A), dtype=torch.int32, device=device)
+    part_norms = torch.empty(*units, num_parts, 2, sizes.G_BLOCK, dtype=torch.float32, device=device)
+    grid = *units, min(num_parts, triton.cdiv(PROGRAMS, units[0] * units[1]))
     contexts = candidates.rows, candidates.seq_lens, candidates.frames, *heads, *tables
     numbers = {"REST": rest, "AHEAD_FIRST": ahead_first, "SIZES": sizes, "ON_TURN": candidates.on_turn}
     launch = {"num_warps": 8, "maxnreg": 96} | following(device, closely=not rest)  # registers as those of a plan
     if candidates.pooling == "softmax-mean":
         _norm_parts[grid](candidates.logits, *contexts, part_norms, num_pages, **numbers, **launch)
-    more = {"POOLING": candidates.pooling, "HYSTERESIS": float(candidates.hysteresis), "PARTS_BLOCK": triton.next_power_of_2(grid[2])}
+    more = {"POOLING": candidates.pooling, "HYSTERESIS": float(candidates.hysteresis), "PARTS_BLOCK": triton.next_power_of_2(num_parts)}
     _preselect[grid](candidates.logits, *contexts, part_norms, notes, finds, num_pages, **numbers, **more, **launch)
     return finds
 
 
 @triton.jit
 def _has_no_part(p_rows, p_seq_lens, P, SIZES: tl.constexpr):
-    """Whether a program has nothing to look at, whatever its kv head does: the context is short, or has no such part.
+    """Whether a program has nothing to look at, whatever its kv head does: the context is short, or has too few parts.
 
     Most programs of a server whose contexts are shorter than they may be leave here, behind one load.
     """
@@ -84,14 +87,16 @@ def _norm_parts(
     if _has_no_part(p_rows, p_seq_lens, P, SIZES):
         return
     p_tables, p_heads = (p_slot_pages, p_attended, p_row_frames), (p_corrected, p_lost)
-    i_unit, begin, end, _, _, _ = _part(p_rows, p_seq_lens, p_frames, p_heads, p_tables, P, REST, AHEAD_FIRST, SIZES, ON_TURN)
-    if begin < end:
-        SPAN: tl.constexpr = min(SIZES.P_MANY, AT_ONCE // SIZES.G_BLOCK)
+    i_unit, num_parts, last, _, _ = _context(p_rows, p_seq_lens, p_frames, p_heads, p_tables, P, REST, AHEAD_FIRST, SIZES, ON_TURN)
+    SPAN: tl.constexpr = min(SIZES.P_MANY, AT_ONCE // SIZES.G_BLOCK)
+    p_norms += i_unit * tl.cdiv(P, SIZES.P_MANY) * 2 * SIZES.G_BLOCK
+    o_g = tl.arange(0, SIZES.G_BLOCK)
+    for i_part in range(tl.program_id(2), num_parts, tl.num_programs(2)):
+        begin, end = _part(i_part, last, SIZES)
         b_top, b_log_sum = norms(p_logits + i_unit * SIZES.G * P, begin, end, P, SIZES, SPAN)
-        p_norms += (i_unit * tl.num_programs(2) + tl.program_id(2)) * 2 * SIZES.G_BLOCK
-        o_g = tl.arange(0, SIZES.G_BLOCK)
-        tl.store(p_norms + o_g, b_top)
-        tl.store(p_norms + SIZES.G_BLOCK + o_g, b_log_sum)
+        p_part = p_norms + i_part * 2 * SIZES.G_BLOCK
+        tl.store(p_part + o_g, b_top)
+        tl.store(p_part + SIZES.G_BLOCK + o_g, b_log_sum)
 
 
 @triton.jit
@@ -123,33 +128,42 @@ def _preselect(
     if _has_no_part(p_rows, p_seq_lens, P, SIZES):
         return
     p_tables, p_heads = (p_slot_pages, p_attended, p_row_frames), (p_corrected, p_lost)
-    i_unit, begin, end, last, most, p_mine = _part(p_rows, p_seq_lens, p_frames, p_heads, p_tables, P, REST, AHEAD_FIRST, SIZES, ON_TURN)
-    if begin >= end:
+    i_unit, num_parts, last, most, p_mine = _context(p_rows, p_seq_lens, p_frames, p_heads, p_tables, P, REST, AHEAD_FIRST, SIZES, ON_TURN)
+    if num_parts == 0:
         return
     p_group, p_scratch = p_logits + i_unit * SIZES.G * P, p_notes + i_unit * 2 * (P + SIZES.A)
     b_top, b_log_sum = tl.full([SIZES.G_BLOCK], 0, tl.float32), tl.full([SIZES.G_BLOCK], 0, tl.float32)
     if POOLING == "softmax-mean":
-        p_norms += i_unit * tl.num_programs(2) * 2 * SIZES.G_BLOCK
-        b_top, b_log_sum = _joined(p_norms, tl.cdiv(last - SIZES.SINK, SIZES.P_MANY), SIZES, PARTS_BLOCK)
-    weigh_pages(p_group, p_scratch, begin, end, b_top, b_log_sum, P, SIZES, POOLING, SIZES.P_MANY)
-    tl.debug_barrier()
-    if HYSTERESIS > 0:
-        favour_last(p_scratch, p_mine, begin, end, SIZES, HYSTERESIS)
-        tl.debug_barrier()
-    o_p = begin + tl.arange(0, SIZES.P_MANY)
-    m_candidate = o_p < end
-    b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
-    tl.store(p_scratch + P + o_p, 0, mask=m_candidate)
-    m_found = heaviest(b_weight, end - begin, most)
-    before = tl.program_id(2) * tl.minimum(most, SIZES.P_MANY)  # of earlier parts, which are full
+        p_norms += i_unit * tl.cdiv(P, SIZES.P_MANY) * 2 * SIZES.G_BLOCK
+        b_top, b_log_sum = _joined(p_norms, num_parts, SIZES, PARTS_BLOCK)
     N = most_finds(P, SIZES)
-    b_rank = i_unit * 2 * N + before + tl.cumsum(m_found.to(tl.int32), 0) - 1
-    tl.store(p_finds + b_rank, o_p, mask=m_found)
-    tl.store(p_finds + N + b_rank, b_weight, mask=m_found)
+    for i_part in range(tl.program_id(2), num_parts, tl.num_programs(2)):
+        begin, end = _part(i_part, last, SIZES)
+        weigh_pages(p_group, p_scratch, begin, end, b_top, b_log_sum, P, SIZES, POOLING, SIZES.P_MANY)
+        tl.debug_barrier()
+        if HYSTERESIS > 0:
+            favour_last(p_scratch, p_mine, begin, end, SIZES, HYSTERESIS)
+            tl.debug_barrier()
+        o_p = begin + tl.arange(0, SIZES.P_MANY)
+        m_candidate = o_p < end
+        b_weight = tl.load(p_scratch + o_p, mask=m_candidate, other=EXCLUDED)
+        tl.store(p_scratch + P + o_p, 0, mask=m_candidate)
+        m_found = heaviest(b_weight, end - begin, most)
+        before = i_part * tl.minimum(most, SIZES.P_MANY)  # of earlier parts, which are full
+        b_rank = i_unit * 2 * N + before + tl.cumsum(m_found.to(tl.int32), 0) - 1
+        tl.store(p_finds + b_rank, o_p, mask=m_found)
+        tl.store(p_finds + N + b_rank, b_weight, mask=m_found)
 
 
 @triton.jit
-def _part(
+def _part(i_part, last, SIZES: tl.constexpr):
+    """Where the candidates of a part begin and end."""
+    begin = SIZES.SINK + i_part * SIZES.P_MANY
+    return begin, tl.minimum(begin + SIZES.P_MANY, last)
+
+
+@triton.jit
+def _context(
     p_rows,
     p_seq_lens,
     p_frames,
@@ -161,9 +175,9 @@ def _part(
     SIZES: tl.constexpr,
     ON_TURN: tl.constexpr,
 ):
-    """What a program is to look at: its kv head, its candidates' begin and end, the end of all of them, most, and that head's tables.
+    """What a program is to look at: its kv head, the number of parts and where their candidates end, most, and that head's tables.
 
-    They begin where they end if there is nothing to do: the kv head does not select, the context is short, or it has no such part.
+    There are no parts if the kv head does not select, or if the context is short.
     """
     i_b, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_corrected, p_lost = p_heads
@@ -180,11 +194,9 @@ def _part(
     more = 1 if REST else 1 - (corrected | lost)
     num_pages = tl.cdiv(seq_len + more, SIZES.S)
     last = tl.minimum(num_pages - SIZES.WINDOW, P)
-    begin = SIZES.SINK + tl.program_id(2) * SIZES.P_MANY
-    end = tl.minimum(begin + SIZES.P_MANY, last)
     stands = (row <= 0) | stands_still(corrected, lost, seq_len, SIZES, REST, AHEAD_FIRST, ON_TURN)
-    begin = tl.where(stands | (last - SIZES.SINK <= SIZES.P_MANY), end, begin)
-    return i_unit, begin, end, last, most_to_choose(p_frames, num_pages, P, SIZES), p_mine
+    num_parts = tl.where(stands | (last - SIZES.SINK <= SIZES.P_MANY), 0, tl.cdiv(last - SIZES.SINK, SIZES.P_MANY))
+    return i_unit, num_parts, last, most_to_choose(p_frames, num_pages, P, SIZES), p_mine
 
 
 @triton.jit

@@ -100,6 +100,8 @@ NO_HAZARD = {  # kernel, argument, the lines in their order: why different threa
     ("_plan_pages", "p_notes", READ_WEIGHT, KEEP): NOTES,
     ("_plan_pages", "p_notes", READ_MARK, KEEP): SAME,
     ("_preselect", "p_notes", READ_WEIGHTS, "tl.store(p_scratch + P + o_p, 0, mask=m_candidate)"): NOTES,
+    ("_preselect", "p_notes", READ_WEIGHTS, "tl.store(p_weights + o_p, ordered(b_weight), mask=o_p < end)"):
+        "the weights that are written next are another part's",
     ("_plan_pages", "p_notes", READ_CHOSEN, WRITE_MISSING): NOTES,
     ("_plan_pages", "p_notes", READ_KEPT, WRITE_MISSING): NOTES,
     ("_plan_pages", "p_notes", WRITE_MISSING, READ_CHOSEN): NOTES,

@@ -11,7 +11,7 @@ import torch
 
 from covering import covering
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import plan, reference, select
+from sglang_freekv.kernels import plan, preselect, reference, select
 from sglang_freekv.kernels.candidates import Candidates, Heads, Tables
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
@@ -333,17 +333,18 @@ def test_sequences_go_as_with_the_reference(case, logits, ahead_first):
 
 
 @pytest.mark.parametrize(
-    "name, blocks",
+    "name, blocks, programs",
     [
-        ("slack", (4, 8)),
-        ("mean", (4, 8)),
-        ("slack-hysteresis", (4, 8)),
-        ("in-full-if-it-fits-on-turn", (4, 8)),
-        ("in-full-if-it-fits", (2, 4)),  # whose parts have fewer pages than are chosen of all
+        ("slack", (4, 8), 2),
+        ("mean", (4, 8), 1),
+        ("slack-hysteresis", (4, 8), 1),
+        ("in-full-if-it-fits-on-turn", (4, 8), 3),
+        ("in-full-if-it-fits", (2, 4), 99),  # whose parts have fewer pages than are chosen of all
     ],
 )
-def test_contexts_of_more_pages_than_a_program_holds_go_as_with_the_reference(name, blocks, monkeypatch):
+def test_contexts_of_more_pages_than_a_program_holds_go_as_with_the_reference(name, blocks, programs, monkeypatch):
     monkeypatch.setattr(select, "BLOCKS", blocks)
+    monkeypatch.setattr(preselect, "PROGRAMS", programs * len(ROWS) * H)
     test_sequences_go_as_with_the_reference(CASES[name], ("distinct", 0.3), True)
     test_sequences_go_as_with_the_reference(CASES[name], ("ties", 0.6), False)
 
