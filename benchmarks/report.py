@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 from benchmarks.stamp import ROOT, environment
 
 RESULTS = ROOT / "benchmarks" / "results"
+JOINT_RUN = "BENCHMARK_RUN"  # environment variable of processes that make one run together: its number, a space, and the command of all
 
 
 def summary(samples: Iterable[float]) -> dict[str, float]:
@@ -30,7 +32,7 @@ class Report:
 
     Every result carries the number of the run that made it; ``runs`` has that run's environment. No result of an earlier run is lost:
     what is measured again takes its place in ``results``, and the earlier one is appended to ``superseded[key]``. Within a run the last
-    result of a key counts.
+    result of a key counts. Processes with the same ``JOINT_RUN`` may write one file side by side, each its own keys, and are one run.
 
     Results of ``RESULTS`` are those of a commit. Code that differs from its commit, or whose commit nobody told, writes elsewhere only:
     there :meth:`part`, :meth:`add` and :meth:`note` raise SystemExit.
@@ -39,11 +41,15 @@ class Report:
     def __init__(self, name: str, directory: Path) -> None:
         self.path = directory / f"{name}.json"
         directory.mkdir(parents=True, exist_ok=True)
-        earlier = json.loads(self.path.read_text()) if self.path.exists() else {"runs": [], "results": {}}
-        self.runs, self.results = [*earlier["runs"], environment()], earlier["results"]
-        self.superseded: dict[str, list[dict]] = earlier.get("superseded", {})
+        earlier = self._read()
+        mine, joint = environment(), os.environ.get(JOINT_RUN)
+        if joint:
+            mine["joint"], mine["command"] = joint.split(" ", 1)
+            earlier["runs"] = [run for run in earlier["runs"] if run.get("joint") != mine["joint"]]
+        self.runs, self.results = [*earlier["runs"], mine], earlier["results"]
+        self.superseded: dict[str, list[dict]] = earlier["superseded"]
         self.failures: list[str] = []
-        self._lock = threading.Lock()
+        self._lock, self._keys, self._facts = threading.Lock(), set(), {}  # what this process added and noted
 
     def add(self, key: str, result: dict) -> None:
         """Record one measurement and write the file; an earlier run's is kept beside it, and that is told."""
@@ -53,11 +59,13 @@ class Report:
             commit = self.runs[before["run"]].get("commit")
             say(f"{key}: the result of run {before['run']}, commit {commit}, is replaced, and kept as superseded")
         self.results[key] = result | {"run": number}
+        self._keys.add(key)
         self._write()
 
     def note(self, **facts) -> None:
         """Record facts of this run beside its environment."""
         self.runs[-1].update(facts)
+        self._facts.update(facts)
         self._write()
 
     def ensure_one_device(self, beside: Callable[[str], bool]) -> None:
@@ -80,9 +88,40 @@ class Report:
             found, remedy = "there is no repository and no COMMIT", "set COMMIT=$(git describe --always --dirty --exclude '*')"
         raise SystemExit(f"{self.path}: expected the code of a commit, but {found}; {remedy}, or give --out DIR")
 
+    def _read(self) -> dict:
+        empty = {"runs": [], "results": {}, "superseded": {}}
+        return empty | json.loads(self.path.read_text()) if self.path.exists() else empty
+
+    @contextmanager
+    def _alone(self):
+        """No other process of a joint run writes meanwhile."""
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(directory)
+
+    def _take_from_others(self) -> None:
+        """What the others of a joint run have written by now.
+
+        Raises:
+            SystemExit: somebody else has written, too.
+        """
+        there, number = self._read(), len(self.runs) - 1
+        if len(there["runs"]) > number + 1 or any(run.get("joint") != self.runs[-1]["joint"] for run in there["runs"][number:]):
+            raise SystemExit(f"{self.path}: expected results of this run alone behind run {number - 1}, found another's; give --out DIR")
+        for run in there["runs"][number:]:
+            failures = run.get("failures", {}) | self.runs[-1].get("failures", {})
+            self.runs[-1].update(run | self._facts | ({"failures": failures} if failures else {}))
+        for ours, theirs in ((self.results, there["results"]), (self.superseded, there["superseded"])):
+            ours.update((key, value) for key, value in theirs.items() if key not in self._keys)
+
     def _write(self) -> None:
         self._ensure_of_a_commit()
-        with self._lock:
+        with self._lock, self._alone():
+            if "joint" in self.runs[-1]:
+                self._take_from_others()
             part = self.path.with_suffix(".part")
             written = {"runs": self.runs, "results": self.results} | ({"superseded": self.superseded} if self.superseded else {})
             part.write_text(line_by_line(written))

@@ -23,7 +23,7 @@ def environment() -> dict:
     on_gpu = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": _command(),
+        "command": command(),
         **code_of(ROOT, os.environ.get("COMMIT")),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
@@ -71,7 +71,7 @@ def _differing(git: tuple[str, ...], commit: str, written: list[str]) -> list[st
     return (_output(*git, "diff", "--name-only", commit, "--", ".", *written) or "").splitlines()
 
 
-def _command() -> str:
+def command() -> str:
     """As typed, but for where the results went."""
     words = list(sys.argv[1:])
     if "--out" in words:
@@ -81,15 +81,15 @@ def _command() -> str:
     return " ".join(["python3", *(["-m", module] if module else [script.name]), *words])
 
 
-def _output(*command: str) -> str | None:
+def _output(*words: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _succeeds(*command: str) -> bool:
-    return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+def _succeeds(*words: str) -> bool:
+    return subprocess.run(words, capture_output=True, timeout=20).returncode == 0
 
 
 def _version(name: str) -> str | None:

@@ -347,6 +347,23 @@ def test_what_is_measured_again_is_kept_and_told(tmp_path, capsys):
     assert written["superseded"] == {"again": [{"value": 1, "run": 0}, {"value": 2, "run": 1}]}
 
 
+def test_a_run_of_several_processes_has_its_command_and_refuses_a_stranger(tmp_path, monkeypatch):
+    monkeypatch.setenv(report.JOINT_RUN, "abc python3 -m all")
+    first, second = Report("demo", tmp_path), Report("demo", tmp_path)
+    first.add("a", {"value": 1})
+    with second.part("broken"):
+        raise ValueError("no such thing")
+    with first.part("broken too"):
+        raise ValueError("nor this")
+    (run,) = json.loads(first.path.read_text())["runs"]
+    assert run["command"] == "python3 -m all" and set(run["failures"]) == {"broken", "broken too"}
+    monkeypatch.delenv(report.JOINT_RUN)
+    Report("demo", tmp_path).add("b", {"value": 2})
+    with pytest.raises(SystemExit, match=r"expected results of this run alone behind run -1, found another's; give --out DIR"):
+        second.add("c", {"value": 3})
+    assert set(json.loads(first.path.read_text())["results"]) == {"a", "b"}
+
+
 def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
     import subprocess
 

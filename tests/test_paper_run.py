@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from benchmarks.clock import Clock
 from benchmarks.paper import run
+from benchmarks.report import Report
 
 NOTE = """
 import os, pathlib, sys, time
@@ -153,5 +155,36 @@ def test_every_job_is_understood(tmp_path, job):
         assert import_module(module).main() == 0
 
 
-def test_no_two_jobs_write_a_file():
+def test_no_two_jobs_measure_the_same():
+    files: dict[tuple, list] = {}
+    for job in run.JOBS:
+        files.setdefault((job.figure, job.shape, job.suffix), []).append(job.systems)
+    for groups in files.values():
+        systems = [system for group in groups for system in group]
+        assert len(groups) == 1 or (all(groups) and len(set(systems)) == len(systems))
     assert len({job.name for job in run.JOBS}) == len(run.JOBS)
+
+
+OPEN = """
+import pathlib, sys
+from benchmarks.report import Report
+report = Report("demo", pathlib.Path(sys.argv[1]).parent)
+"""
+
+WRITE = """
+job = sys.argv[1][-1]
+for number in range(20):
+    report.add(f"{job}/{number}", {"value": number})
+    report.note(**{f"server {job}": number})
+"""
+
+
+def test_jobs_that_write_one_file_are_one_run(tmp_path):
+    """Both have read the file before either writes, and neither loses what the other wrote."""
+    Report("demo", tmp_path).add("0/3", {"value": "earlier"})
+    programs = [OPEN + MEET + WRITE] * 2
+    assert run.Lanes(jobs(*programs), tmp_path, Clock(60)).run(["0", "1"]) == []
+    written = json.loads((tmp_path / "demo.json").read_text())
+    expected = {f"{job}/{number}": {"value": number, "run": 1} for job in "01" for number in range(20)}
+    assert written["results"] == expected and written["superseded"] == {"0/3": [{"value": "earlier", "run": 0}]}
+    assert len(written["runs"]) == 2 and written["runs"][1]["server 0"] == written["runs"][1]["server 1"] == 19

@@ -1,4 +1,4 @@
-"""All figures: each driver on a GPU to itself, one after the other, until nothing is left or the time is over.
+"""All figures: each driver, or some of its servers, on a GPU to itself, until nothing is left or the time is over.
 
     python -m benchmarks.paper.run --gpus 0 1 --minutes 55
     python -m benchmarks.paper.run --only 'latency-*'
@@ -9,6 +9,7 @@ What is measured already is not measured again, so that the same command goes on
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock
 
@@ -24,8 +25,9 @@ import psutil
 import torch
 
 from benchmarks.clock import Clock, OutOfTime
-from benchmarks.paper import crossover
-from benchmarks.report import ROOT, arguments, chosen, say
+from benchmarks.paper import agents, crossover
+from benchmarks.report import JOINT_RUN, ROOT, arguments, chosen, say
+from benchmarks.stamp import command
 
 LEAST_S, GRACE_S = 90, 120  # that a job is begun with, and that it may take beyond its time to stop servers and write
 POLL_S = 0.2
@@ -34,41 +36,46 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Job:
-    """A driver on a shape; the file of its results is no other job's.
+    """A driver on a shape.
 
     Args:
-        suffix: ends the file's name; empty for the first job of a figure and shape.
+        suffix: ends the name of the results' file; empty for the first job of a figure and shape.
         more: further flags of the driver.
+        systems: servers of the driver, if jobs with others write the same file.
     """
 
     figure: str
     shape: str
     suffix: str = ""
     more: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.figure, self.shape, self.suffix)))
+        return "-".join(filter(None, (self.figure, self.shape, self.suffix, *self.systems[:1])))
+
+    def of(self, *groups: tuple[str, ...]) -> Iterator[Job]:
+        """A job for each group of servers, so that they are measured side by side."""
+        return (replace(self, systems=group) for group in groups)
 
     def command(self, out: Path, minutes: float) -> list[str]:
         words = ("--shape", self.shape, "--minutes", f"{minutes:.1f}", "--out", str(out))
-        suffix = ("--suffix", self.suffix) if self.suffix else ()
-        return [sys.executable, "-m", f"benchmarks.paper.{self.figure}", *words, *suffix, *self.more]
+        suffix, systems = (("--suffix", self.suffix) if self.suffix else ()), (("--systems", *self.systems) if self.systems else ())
+        return [sys.executable, "-m", f"benchmarks.paper.{self.figure}", *words, *suffix, *systems, *self.more]
 
 
 LLAMA = "llama-3.1-8b"
-SAME_KV = tuple(name for name in crossover.SYSTEMS if crossover.SAME in name)
+EIGHT_BITS = ("--stock-flags=--kv-cache-dtype fp8_e4m3", "--freekv-flags=--freekv-kv-dtype int8")
+MAIN = (crossover.DEFAULT,), crossover.FASTER, (crossover.RESIDENT,)
+SAME_KV = (f"freekv-{crossover.SAME}", f"{crossover.DEFAULT}-{crossover.SAME}"), (f"stock-{crossover.SAME}", crossover.HICACHE)
 JOBS = (  # the longest first, so that GPUs come to an end together
-    Job("crossover", LLAMA, more=("--contexts", "2048", "8192", "32768", "131072")),
-    *(Job(figure, LLAMA) for figure in ("latency", "goodput", "agents")),
+    *Job("crossover", LLAMA, more=("--contexts", "2048", "8192", "32768", "131072")).of(*MAIN),
+    Job("latency", LLAMA),
+    *Job("goodput", LLAMA).of(("freekv",), ("stock",)),
+    *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
-    Job("crossover", LLAMA, "8-bit", ("--stock-flags=--kv-cache-dtype fp8_e4m3", "--freekv-flags=--freekv-kv-dtype int8")),
-    Job(
-        "crossover",
-        LLAMA,
-        "same-kv",
-        ("--systems", *SAME_KV, "--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000"),
-    ),
+    *Job("crossover", LLAMA, "8-bit", EIGHT_BITS).of(*MAIN),
+    *Job("crossover", LLAMA, "same-kv", ("--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000")).of(*SAME_KV),
     Job(
         "crossover",
         LLAMA,
@@ -78,8 +85,8 @@ JOBS = (  # the longest first, so that GPUs come to an end together
             *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
         ),
     ),
-    Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3",)),
-    Job("crossover", "qwen3-30b-a3b"),
+    *Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3",)).of(("freekv",), ("stock",)),
+    *Job("crossover", "qwen3-30b-a3b").of(*MAIN),
     Job("ablation", LLAMA),
 )
 
@@ -94,6 +101,7 @@ class Lanes:
     def __init__(self, jobs: Iterable[Job], out: Path, clock: Clock) -> None:
         self.jobs, self.out, self.clock = list(jobs), out, clock
         self.failures: list[str] = []
+        self.joint = f"{secrets.token_hex(6)} {command()}"
         self._lock, self._stopped = Lock(), Event()
         out.mkdir(parents=True, exist_ok=True)
 
@@ -129,11 +137,11 @@ class Lanes:
         return None
 
     def _run(self, job: Job, gpu: str, seconds: float, log: Path) -> int:
-        command = job.command(self.out, seconds / 60)
-        say(f"{job.name} on GPU {gpu}: {' '.join(command[1:])}")
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+        words = job.command(self.out, seconds / 60)
+        say(f"{job.name} on GPU {gpu}: {' '.join(words[1:])}")
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1", JOINT_RUN: self.joint}
         with log.open("w") as output:  # a session of its own: what is typed at a terminal reaches it through us alone
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
+            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
         late = time.monotonic() + seconds + GRACE_S
         while process.poll() is None and not self._stopped.is_set() and time.monotonic() < late:
             self._stopped.wait(POLL_S)
