@@ -27,12 +27,18 @@ def refuse_unread(images: Any, read: Any) -> None:
         return
     if read is None:
         raise ValueError(f"image_data: expected none, because this server reads text alone, found {sent}; leave it out")
-    places = sum(max(1, len(item.offsets or ())) for item in read.mm_items)
+    places = sum(map(_images_of, read.mm_items))
     if sent > places:
         raise ValueError(
             f"image_data: expected an image for each of the {places} that the prompt has a place for, found {sent}; put what stands for an "
             "image into the prompt once for each, or leave images out"
         )
+
+
+def _images_of(item: Any) -> int:
+    """How many images an item of SGLang's has. Of Mistral 3 it tells their sizes, and each row of an image has a place of its own."""
+    sizes = (getattr(item, "model_specific_data", None) or {}).get("image_sizes")
+    return max(1, len(item.offsets or ())) if sizes is None else len(sizes)
 
 
 def refuse_stray(model: Any, input_ids: Any, read: Any) -> None:

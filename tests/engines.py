@@ -28,8 +28,8 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
         jobs: name -> ``{"engine": keyword arguments of Engine, "prompts": token ids, "new_tokens": number}``; and
             ``has_states`` if the model has linear attention, ``has_sinks`` if it has learned sinks, and sliding-window layers beside full
             ones. In place of the prompts there may be ``requests``, keyword arguments of ``Engine.generate``, which are answered one after
-            the other; and ``aborted``, the same with ``tokens``, behind which each of them is aborted. What each of these has said in the
-            end follows the answers, and then what the scheduler holds of the KV. With ``retract_every`` one of several requests is
+            the other; and ``refused``, the same, of which the refusal follows the answers. ``aborted`` have ``tokens`` besides, behind which
+            each of them is aborted. What each of these has said in the end follows, and then what the scheduler holds of the KV. With ``retract_every`` one of several requests is
             retracted every so many passes. ``kv_scales`` are those of keys and values that all layers have, as by a checkpoint.
         directory: for the log and the answers of each job.
         environment: variables for all of them.
@@ -67,6 +67,7 @@ def serve(job: dict[str, Any], answers: Path) -> None:
         found = [engine.generate(**request, sampling_params=sampling) for request in job["requests"]]
     else:
         found = engine.generate(input_ids=job["prompts"], sampling_params=sampling)
+    found += [refusal(engine, **request) for request in job.get("refused", ())]
     for request in job.get("aborted", ()):
         found.append(engine.loop.run_until_complete(abort(engine, **request)))
     if "aborted" in job:
@@ -74,6 +75,15 @@ def serve(job: dict[str, Any], answers: Path) -> None:
         found.append(engine.loop.run_until_complete(held(engine)))
     answers.write_text(json.dumps(found))
     engine.shutdown()
+
+
+def refusal(engine, **request) -> str:
+    """What a request is told that is refused; empty if it is answered."""
+    try:
+        engine.generate(**request, sampling_params={"max_new_tokens": 1})
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 async def abort(engine, tokens: int, **request) -> dict:

@@ -34,6 +34,7 @@ WITHIN = tuple(ASKED)[:5]
 TOGETHER = [(SHORT, seed) for seed in range(6)]  # asked at once
 BEYOND = "long", "long, other image", "long, two images", "text"
 PICTURED = list(dict.fromkeys([*(each for each in ASKED.values() if len(each) > 1), *TOGETHER]))  # stock SGLang is asked these at once
+UNREAD = SHORT, 0, 1  # two images, and a place for one
 ENDED = (SHORT, 3), (SHORT + PLAIN * 6, 0)  # aborted behind so many tokens, and in a chunk of its prompt
 ENGINE = dict(
     device="cpu", dtype="float32", max_total_tokens=8192, max_running_requests=4, random_seed=0, enable_multimodal=True,
@@ -84,7 +85,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def answers(models) -> dict[str, list]:
     """``stock-NAME`` -> answers to those of PICTURED, and one to the text. ``ours-NAME`` -> an answer to each of ASKED, the answers to
-    those of TOGETHER, one to each of ENDED, and what is held then."""
+    those of TOGETHER, the refusal of UNREAD, what each of ENDED said, and what is held then."""
     jobs = {}
     for name in FAMILIES:
         job = {"new_tokens": NEW_TOKENS, "has_states": name in HYBRIDS}
@@ -94,7 +95,9 @@ def answers(models) -> dict[str, list]:
         jobs[f"stock-{name}"] = job | {"engine": engine | STOCK, "requests": asked}
         asked = [*(request(name, *each) for each in ASKED.values()), at_once(name, TOGETHER)]
         aborted = [request(name, text, 0) | {"tokens": tokens} for text, tokens in ENDED]
-        job |= {"retract_every": RETRACT_EVERY, "requests": asked, "aborted": aborted}
+        text, *seeds = UNREAD
+        refused = [request(name, text, *seeds) | {"prompt": request(name, text, 0)["prompt"]}]
+        job |= {"retract_every": RETRACT_EVERY, "requests": asked, "refused": refused, "aborted": aborted}
         jobs[f"ours-{name}"] = job | {"engine": engine | OURS | chosen}
     wait_for_room(1)
     return engines.run_all(jobs, models, STRICT)
@@ -145,8 +148,14 @@ def test_requests_that_are_retracted_go_on_with_their_images(answers, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_an_image_without_a_place_is_refused(answers, name):
+    refusal = answers[f"ours-{name}"][len(ASKED) + 1]
+    assert refusal.startswith("image_data: expected an image for each of the 1 that the prompt has a place for, found 2; ")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_aborted_request_with_an_image_leaves_nothing(answers, name):
-    *said, held = answers[f"ours-{name}"][len(ASKED) + 1 :]
+    *said, held = answers[f"ours-{name}"][len(ASKED) + 2 :]
     for (_, tokens), last in zip(ENDED, said, strict=True):
         assert last["meta_info"]["finish_reason"]["type"] == "abort" and bool(last["output_ids"]) == bool(tokens)
     assert held["rows_used"] == held["host_pages_used"] == 0

@@ -23,8 +23,8 @@ def test_a_processor_that_wraps_another_clears_the_others_images():
     assert not inner.mm_preprocess_cache
 
 
-def item(*places):
-    return SimpleNamespace(offsets=list(places))
+def item(*places, sizes=None):
+    return SimpleNamespace(offsets=list(places), model_specific_data={"image_sizes": sizes} if sizes else {})
 
 
 ONE, TWO = item((1, 24)), item((27, 50))
@@ -33,7 +33,7 @@ ONE, TWO = item((1, 24)), item((27, 50))
 @pytest.mark.parametrize("sent, items", [
     (None, None), ([], None), ([None], None), (None, []), ("a", [ONE]), (["a"], [ONE]), (["a", None], [ONE]), (["a", "b"], [ONE, TWO]),
     (["a", "b"], [item((1, 24), (27, 50))]), (["a"], [item((1, 4), (6, 9))]),  # an item of all images, and an image of two rows
-    (["a"], [item()]), (["a"], [SimpleNamespace(offsets=None)]),
+    (["a"], [item()]), (["a"], [SimpleNamespace(offsets=None)]), (["a", "b"], [item((1, 4), (6, 9), (11, 14), sizes=[[2, 4], [1, 4]])]),
 ])  # fmt: skip
 def test_images_with_a_place_are_taken(sent, items):
     images.refuse_unread(sent, None if items is None else SimpleNamespace(mm_items=items))
@@ -43,6 +43,7 @@ def test_images_with_a_place_are_taken(sent, items):
     ("a", None, "reads text alone, found 1; "), (["a", "b"], None, "reads text alone, found 2; "),
     (["a"], [], "each of the 0 that the prompt has a place for, found 1; "), (["a", "b"], [ONE], "each of the 1 that .*, found 2; "),
     (["a", None, "b"], [ONE], "each of the 1 that .*, found 2; "),
+    (["a", "b"], [item((1, 4), (6, 9), sizes=[[2, 4]])], "each of the 1 that .*, found 2; "),  # one image of two rows, of Mistral 3
 ])  # fmt: skip
 def test_images_without_a_place_are_refused(sent, items, named):
     """SGLang would answer as if they had not been sent."""
