@@ -196,7 +196,7 @@ def test_the_default_preset_has_a_part_of_its_own_and_is_what_takeaways_tell_of(
         results[f"{system}/1k/b4"] = results[f"{system}/32k/b4"] | {"cell": {"context": 1024, "batch": 4, "prefix": "hit"}}
         results[f"{system}/16k/b4"] = results[f"{system}/32k/b4"] | {"cell": {"context": 16384, "batch": 4, "prefix": "hit"}}
     told = figures.page([SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)])
-    assert "Over a long answer to a short prompt it is 1.50 with 4 requests at once there." in told
+    assert "Reckoned from steps, over a long answer to a short prompt it is 1.50 with 4 requests at once there." in told
 
 
 def test_a_cache_on_the_host_is_shown_where_both_sides_were_measured(tmp_path, monkeypatch):
@@ -240,7 +240,10 @@ def test_long_answers_are_told_of_resident_pages_and_of_the_backend_that_ran(tmp
     assert "| 4 | 1K, 16K | 10.00 / 20.00 | 0.50 |" in section.markdown
     results |= {key.replace("b4", "b1"): served(each["cell"]["context"], 1, 0.01, 100) for key, each in results.items()}
     section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
-    assert "Over a long answer to a short prompt it is 1.00 with 1, 0.50 with 4 requests at once there." in figures.page([section])
+    assert (
+        "Reckoned from steps, over a long answer to a short prompt it is 1.00 with 1, 0.50 with 4 requests at once there."
+        in figures.page([section])
+    )
 
 
 def test_a_backend_that_is_slower_everywhere_is_named_and_gives_no_figure(tmp_path, undrawn):
@@ -282,8 +285,8 @@ def test_each_card_has_its_file_its_section_and_its_takeaways(tmp_path, undrawn)
         "## Goodput under load, on H200 against FlashAttention 3: Llama-3.1-8B",
     ]
     told = figures.page(made)
-    assert "It is 3.00 at 8K on H200 against FlashAttention 3. It is 2.00 at 8K on H100 against FlashInfer." in told
-    assert "With 1 request of 8K a token takes 3.00 times as long on H200 against FlashAttention 3." in told
+    assert "It is 3.00 at 8K with `fast` on H200 against FlashAttention 3. It is 2.00 at 8K with `fast` on H100 against FlashInfer." in told
+    assert "With 1 request of 8K a token takes 3.00 times as long with `fast` on H200 against FlashAttention 3." in told
     assert "stock SGLang 1.0, on H200 against FlashAttention 3." in told
     assert "cold prompt" not in told
     write(tmp_path, "crossover", results(0.03, "fa3") | colds, suffix="-h200", device="H200")
@@ -337,9 +340,9 @@ def test_the_page_begins_with_what_is_to_be_known(latency, tmp_path, undrawn):
     write(tmp_path, "latency", results)
     text = figures.page(figures.sections(tmp_path, tmp_path))
     told = text[text.index("## Takeaways") : text.index("## What was measured")]
-    assert "With 64 requests of 8K a token takes 2.00 times as long on a device against stock SGLang." in told
-    assert "the first token takes 3.0 to 3.0 times as long there on an idle server. The prefix is then streamed" in told
-    assert "is 0.50 at 8K on a device against stock SGLang." in told and "full attention decodes 2.00 times as long as FreeKV" in told
+    assert "With 64 requests of 8K a token takes 2.00 times as long with `fast` on a device against stock SGLang." in told
+    assert "After a hit that streams its prefix from host memory the first token takes 3.0 to 3.0 times as long there" in told
+    assert "is 0.50 at 8K with `fast` on a device against stock SGLang." in told and "full attention decodes 2.00 times as long as FreeKV" in told
     assert "With prefill its answers take 1.97 times as long." in told  # 16 s of prompts beside 511 steps
     assert "Full attention takes 0.50 to 0.50 of FreeKV's time and is faster in 4 of 4 cases." in told and "same device memory" not in told
     assert text.rindex("## Whole answers") < text.index("## Aims") < text.index("## Reproduce") < text.index("latency` | a device")

@@ -46,7 +46,7 @@ def _longer(ratios: dict[int, float]) -> str:
     if not ratios:
         return ""
     told = ", ".join(f"{ratio:.2f} with {batch}" for batch, ratio in sorted(ratios.items()))
-    return f" Over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once there."
+    return f" Reckoned from steps, over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once there."
 
 
 def _losses(servers: list[dict], facts: dict) -> Iterator[str]:
@@ -62,8 +62,8 @@ def _lost(server: dict) -> str:
         return ""
     late = ""
     if hits:
-        late = f" After a prefix hit the first token takes {min(hits):.1f} to {max(hits):.1f} times as long there on an idle server."
-        late += "" if server["resident"] else " The prefix is then streamed from host memory."
+        told = "on a resident prefix" if server["resident"] else "that streams its prefix from host memory"
+        late = f" After a hit {told} the first token takes {min(hits):.1f} to {max(hits):.1f} times as long there on an idle server."
     if cold and max(cold) > 1:
         late += f" That of a cold prompt takes {min(cold):.2f} to {max(cold):.2f} times as long."
     return (
@@ -91,10 +91,7 @@ def _evicted(facts: dict) -> str:
     if not soon:
         return ""
     span = f"{min(soon):.2f} to {max(soon):.2f}"
-    return (
-        " With equal KV memory stock SGLang keeps only part of the prefixes in some cells. "
-        f"FreeKV's first token takes {span} of its time there."
-    )
+    return f" Where equal KV memory holds only part of stock SGLang's prefixes, FreeKV's first token takes {span} of stock SGLang's time."
 
 
 def _load(facts: dict) -> Iterator[str]:
@@ -129,4 +126,4 @@ def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
         if wins := sum(ratio < 1 for ratio in mine):
             name = METHODS[method][0].upper() + METHODS[method][1:]
             told.append(f" {name} takes {min(mine):.2f} to {max(mine):.2f} of FreeKV's time and is faster in {wins} of {len(mine)} cases.")
-    yield text + (f" On long generation others win with nothing resident, over all shapes and batches.{''.join(told)}" if told else "")
+    yield text + (f" On long generation with nothing resident others win in some cases or in all.{''.join(told)}" if told else "")

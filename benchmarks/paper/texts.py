@@ -35,10 +35,10 @@ LIMITS = """The load has limits that the figures inherit:
 
 - The shares are one model's, {model}, on one task. They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
   The load {nearest} has those of {small}, layer by layer.
-- SGLang's other cells and the ablation replay x {mean:g} at every context, the mean over contexts. The methods at 32K and above replay it, too.
+- Cells of SGLang whose section names no load, and the ablation, replay x {mean:g} at every context, the mean over contexts. The methods at 32K and above replay it, too.
   The source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured
   again. Between 3K and 10K the methods replayed up to 0.01 less than the source.
-- The other cells against stock SGLang replay the c of tau 0.8, and the preset's tau is 0.9. [The data path](data-path.md) has both.
+- Cells against stock SGLang whose section names no load replay the c of tau 0.8, and the preset's tau is 0.9. [The data path](data-path.md) has both.
 - Every layer gets the mean of all layers, except under {nearest}. In the one real model that could be measured, layers differ widely:"""
 
 NOTES = """## How to read the methods' rows

@@ -201,8 +201,8 @@ def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tupl
 
 def _facts(title: str, rows: list[Compared], held: float, where: str, bits: str) -> dict:
     """What the takeaways tell: of one request and of losses by card, under ``server``; of the same KV bytes beside it."""
-    unusual = [*(["the default preset"] if title == DEFAULT else []), *([bits] if bits else [])]
-    where = f"with {' and '.join(unusual)} {where}" if unusual else where
+    preset = "the default preset" if title == DEFAULT else "`fast`"
+    where = f"with {' and '.join([preset, *([bits] if bits else [])])} {where}"
     if title == SAME:
         return {"held": held, "memory": where, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
     ratios = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
