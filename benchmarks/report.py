@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import hashlib
 import json
 import os
+import secrets
 import statistics
+import tempfile
 import threading
 import time
 import traceback
@@ -18,7 +21,7 @@ from pathlib import Path
 from benchmarks.stamp import ROOT, environment
 
 RESULTS = ROOT / "benchmarks" / "results"
-JOINT_RUN = "BENCHMARK_RUN"  # environment variable of processes that make one run together: its number, a space, and the command of all
+JOINT_RUN = "BENCHMARK_RUN"  # environment variable of processes that make one run: an id that no other run has, a space, their command
 
 
 def summary(samples: Iterable[float]) -> dict[str, float]:
@@ -41,15 +44,17 @@ class Report:
     def __init__(self, name: str, directory: Path) -> None:
         self.path = directory / f"{name}.json"
         directory.mkdir(parents=True, exist_ok=True)
-        earlier = self._read()
-        mine, joint = environment(), os.environ.get(JOINT_RUN)
-        if joint:
-            mine["joint"], mine["command"] = joint.split(" ", 1)
-            earlier["runs"] = [run for run in earlier["runs"] if run.get("joint") != mine["joint"]]
+        earlier, mine = self._read(), environment()
+        self._stamp = {name: value for name, value in mine.items() if name not in ("date", "command")}
+        mine |= {"commands": [mine.get("command")], **_run_of(os.environ.get(JOINT_RUN))}
+        for run in earlier["runs"]:
+            if run.get("id") == mine["id"]:
+                self._ensure_one_stamp(run)
+        earlier["runs"] = [run for run in earlier["runs"] if run.get("id") != mine["id"]]
         self.runs, self.results = [*earlier["runs"], mine], earlier["results"]
         self.superseded: dict[str, list[dict]] = earlier["superseded"]
         self.failures: list[str] = []
-        self._lock, self._keys, self._facts = threading.Lock(), set(), {}  # what this process added and noted
+        self._lock, self._keys, self._facts, self._told = threading.Lock(), set(), {}, set()  # keys and facts of this process
 
     def add(self, key: str, result: dict) -> None:
         """Record one measurement and write the file; an earlier run's is kept beside it, and that is told."""
@@ -94,34 +99,50 @@ class Report:
 
     @contextmanager
     def _alone(self):
-        """No other process of a joint run writes meanwhile."""
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX)
+        """No other process of this machine writes meanwhile."""
+        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
+        with open(Path(tempfile.gettempdir()) / f"benchmark-{name}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(directory)
 
     def _take_from_others(self) -> None:
-        """What the others of a joint run have written by now.
+        """What other processes of the same run have written by now.
 
         Raises:
-            SystemExit: somebody else has written, too.
+            SystemExit: another run has written, too, or the others' code or device is another.
         """
-        there, number = self._read(), len(self.runs) - 1
-        if len(there["runs"]) > number + 1 or any(run.get("joint") != self.runs[-1]["joint"] for run in there["runs"][number:]):
-            raise SystemExit(f"{self.path}: expected results of this run alone behind run {number - 1}, found another's; give --out DIR")
-        for run in there["runs"][number:]:
-            failures = run.get("failures", {}) | self.runs[-1].get("failures", {})
-            self.runs[-1].update(run | self._facts | ({"failures": failures} if failures else {}))
-        for ours, theirs in ((self.results, there["results"]), (self.superseded, there["superseded"])):
-            ours.update((key, value) for key, value in theirs.items() if key not in self._keys)
+        there, number, mine = self._read(), len(self.runs) - 1, self.runs[-1]
+        ours = [run for run in there["runs"][number:] if run.get("id") == mine["id"]]
+        if there["runs"] != [*self.runs[:number], *ours] or len(ours) > 1:
+            raise SystemExit(
+                f"{self.path}: expected this run's results alone behind those of {number} earlier runs, but another run has written since; "
+                "measure once it has ended, or give --out DIR"
+            )
+        if not ours:
+            self._told |= self._facts.keys()
+        for run in ours:
+            self._ensure_one_stamp(run)
+            facts = {name: fact for name, fact in self._facts.items() if name not in run or name in self._told}  # the first one's stay
+            both = {
+                "failures": run.get("failures", {}) | mine.get("failures", {}),
+                "commands": sorted({*run["commands"], *mine["commands"]}),
+            }
+            mine.update(run | facts | {name: value for name, value in both.items() if value})
+            self._told |= facts.keys()
+        for own, theirs in ((self.results, there["results"]), (self.superseded, there["superseded"])):
+            own.update((key, value) for key, value in theirs.items() if key not in self._keys)
+
+    def _ensure_one_stamp(self, run: dict) -> None:
+        """Raises SystemExit if ``run``, which another process began, is of other code or of another device than this process."""
+        differing = [name for name, value in self._stamp.items() if run.get(name) != value]
+        if differing:
+            told = ", ".join(f"{name} {run.get(name)} and {self._stamp[name]}" for name in differing)
+            raise SystemExit(f"{self.path}: expected one code and one kind of device in a run, found {told}; begin another run")
 
     def _write(self) -> None:
         self._ensure_of_a_commit()
         with self._lock, self._alone():
-            if "joint" in self.runs[-1]:
-                self._take_from_others()
+            self._take_from_others()
             part = self.path.with_suffix(".part")
             written = {"runs": self.runs, "results": self.results} | ({"superseded": self.superseded} if self.superseded else {})
             part.write_text(line_by_line(written))
@@ -154,6 +175,18 @@ class Report:
             print(f"FAILED {failure}")
         print(f"results: {self.path}", flush=True)
         return 1 if self.failures else 0
+
+
+def _run_of(joint: str | None) -> dict:
+    """Id and command of a run of several processes; of one process, an id alone."""
+    if joint is None:
+        return {"id": secrets.token_hex(6)}
+    number, _, command = joint.partition(" ")
+    if not number or not command:
+        raise SystemExit(
+            f"{JOINT_RUN}={joint}: expected an id that no other run has, a space and a command; leave it to benchmarks.paper.run"
+        )
+    return {"id": number, "command": command}
 
 
 def line_by_line(written: dict[str, list | dict]) -> str:
@@ -236,10 +269,13 @@ def arguments(description: str, name: str, parts: Iterable[str] = ()) -> argpars
     return parser
 
 
-def chosen(options: argparse.Namespace) -> Callable[[str], bool]:
-    """Whether a part was asked for."""
+def chosen(options: argparse.Namespace) -> Callable[..., bool]:
+    """Whether a part was asked for, by any of its names."""
 
-    def wanted(part: str) -> bool:
-        return any(fnmatch(part, only) for only in options.only) and not any(fnmatch(part, skip) for skip in options.skip)
+    def wanted(*names: str) -> bool:
+        asked, left_out = (
+            [name for name in names for pattern in given if fnmatch(name, pattern)] for given in (options.only, options.skip)
+        )
+        return bool(asked) and not left_out
 
     return wanted

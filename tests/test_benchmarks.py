@@ -359,9 +359,47 @@ def test_a_run_of_several_processes_has_its_command_and_refuses_a_stranger(tmp_p
     assert run["command"] == "python3 -m all" and set(run["failures"]) == {"broken", "broken too"}
     monkeypatch.delenv(report.JOINT_RUN)
     Report("demo", tmp_path).add("b", {"value": 2})
-    with pytest.raises(SystemExit, match=r"expected results of this run alone behind run -1, found another's; give --out DIR"):
+    with pytest.raises(SystemExit, match=r"alone behind those of 0 earlier runs, but another run has written since; measure once it has"):
         second.add("c", {"value": 3})
     assert set(json.loads(first.path.read_text())["results"]) == {"a", "b"}
+
+
+def test_a_run_that_another_has_overtaken_loses_nothing_of_it(tmp_path):
+    late, early = Report("demo", tmp_path), Report("demo", tmp_path)
+    early.add("a", {"value": 1})
+    with pytest.raises(SystemExit, match="but another run has written since"):
+        late.add("b", {"value": 2})
+    early.add("c", {"value": 3})
+    assert set(json.loads(early.path.read_text())["results"]) == {"a", "c"}
+
+
+@pytest.mark.parametrize("changed", [{"commit": "another"}, {"device": "another"}, {"torch": "another"}])
+@pytest.mark.parametrize("begun", [False, True], ids=["before it begins", "when it writes"])
+def test_parts_of_a_run_have_one_code_and_one_kind_of_device(tmp_path, monkeypatch, changed, begun):
+    monkeypatch.setenv(report.JOINT_RUN, "abc python3 -m all")
+    first, stamp = Report("demo", tmp_path), report.environment()
+    monkeypatch.setattr(report, "environment", lambda: stamp | changed)
+    second = Report("demo", tmp_path) if begun else None
+    first.add("a", {"value": 1})
+    with pytest.raises(SystemExit, match="expected one code and one kind of device in a run, found .* and another; begin another run"):
+        (second or Report("demo", tmp_path)).add("b", {"value": 2})
+
+
+def test_the_first_part_of_a_run_that_notes_a_fact_is_heard(tmp_path, monkeypatch):
+    monkeypatch.setenv(report.JOINT_RUN, "abc python3 -m all")
+    parts = [Report("demo", tmp_path) for _ in range(2)]
+    for turn in range(2):
+        for number, part in enumerate(parts):
+            part.note(ceilings=number, **{f"server {number}": turn})
+    (run,) = json.loads(parts[0].path.read_text())["runs"]
+    assert (run["ceilings"], run["server 0"], run["server 1"]) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("joint", ["", "abc", " python3"])
+def test_a_run_of_several_processes_has_an_id_and_a_command(tmp_path, monkeypatch, joint):
+    monkeypatch.setenv(report.JOINT_RUN, joint)
+    with pytest.raises(SystemExit, match=f"^BENCHMARK_RUN={joint}: expected an id that no other run has, a space and a command; "):
+        Report("demo", tmp_path)
 
 
 def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
@@ -419,7 +457,8 @@ def test_results_of_no_commit_do_not_enter_the_repository(stamp, said, tmp_path,
     assert not refused.path.exists()
     elsewhere = report.Report("demo", tmp_path / "out")
     elsewhere.add("key", {"value": 1})
-    assert json.loads(elsewhere.path.read_text())["runs"] == [stamp]
+    (run,) = json.loads(elsewhere.path.read_text())["runs"]
+    assert {name: run[name] for name in stamp} == stamp
     monkeypatch.setattr(report, "environment", lambda: stamp | {"commit": "7e4b136", "commit_from": "COMMIT"})
     report.Report("demo", ours).add("key", {})
     assert (ours / "demo.json").exists()

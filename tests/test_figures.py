@@ -342,7 +342,10 @@ def test_the_page_begins_with_what_is_to_be_known(latency, tmp_path, undrawn):
     told = text[text.index("## Takeaways") : text.index("## What was measured")]
     assert "With 64 requests of 8K a token takes 2.00 times as long with `fast` on a device against stock SGLang." in told
     assert "After a hit that streams its prefix from host memory the first token takes 3.0 to 3.0 times as long there" in told
-    assert "is 0.50 at 8K with `fast` on a device against stock SGLang." in told and "full attention decodes 2.00 times as long as FreeKV" in told
+    assert (
+        "is 0.50 at 8K with `fast` on a device against stock SGLang." in told
+        and "full attention decodes 2.00 times as long as FreeKV" in told
+    )
     assert "With prefill its answers take 1.97 times as long." in told  # 16 s of prompts beside 511 steps
     assert "Full attention takes 0.50 to 0.50 of FreeKV's time and is faster in 4 of 4 cases." in told and "same device memory" not in told
     assert text.rindex("## Whole answers") < text.index("## Aims") < text.index("## Reproduce") < text.index("latency` | a device")

@@ -69,8 +69,8 @@ def test_gpus_work_side_by_side_on_a_job_each(tmp_path):
 
 def test_what_fails_is_told_and_the_others_go_on(tmp_path):
     (failure,) = run.Lanes(jobs("print('why'); raise SystemExit(3)", NOTE), tmp_path, Clock(60)).run(["0"])
-    assert failure == f"figure-0: status 3; see {tmp_path / 'paper-figure-0.log'}"
-    assert "why" in (tmp_path / "paper-figure-0.log").read_text() and (tmp_path / "figure-1").exists()
+    assert failure == f"figure-0: status 3; see {tmp_path / 'run-figure-0.log'}"
+    assert "why" in (tmp_path / "run-figure-0.log").read_text() and (tmp_path / "figure-1").exists()
 
 
 def test_nothing_is_begun_that_has_no_time_left(tmp_path):
@@ -90,7 +90,7 @@ def test_a_job_that_does_not_end_is_ended(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_what_runs_and_begins_nothing(tmp_path, number):
     def send() -> None:
-        while not (tmp_path / "paper-figure-1.log").exists():
+        while not (tmp_path / "run-figure-1.log").exists():
             time.sleep(0.02)
         signal.pthread_kill(threading.get_ident(), number)  # the harder case: not to the thread that Python's handlers run in
 
@@ -98,7 +98,7 @@ def test_a_signal_ends_what_runs_and_begins_nothing(tmp_path, number):
     handler, started = signal.getsignal(number), time.monotonic()
     threading.Thread(target=send).start()
     failures = run.Lanes(jobs(sleeping, sleeping, NOTE), tmp_path, Clock(60)).run(["0", "1"])
-    assert sorted(failures)[:2] == [f"figure-{n}: status -15; see {tmp_path / f'paper-figure-{n}.log'}" for n in (0, 1)]
+    assert sorted(failures)[:2] == [f"figure-{n}: status -15; see {tmp_path / f'run-figure-{n}.log'}" for n in (0, 1)]
     assert sorted(failures)[2] == "figure-2: not begun" and time.monotonic() - started < 20
     assert signal.getsignal(number) is handler
 
@@ -128,9 +128,9 @@ time.sleep(120)
 
 
 def test_a_log_that_cannot_be_written_costs_that_job_alone(tmp_path):
-    (tmp_path / "paper-figure-0.log").mkdir()
+    (tmp_path / "run-figure-0.log").mkdir()
     (failure,) = run.Lanes(jobs(NOTE, NOTE), tmp_path, Clock(60)).run(["0"])
-    assert failure.startswith("figure-0: ") and "paper-figure-0.log" in failure and (tmp_path / "figure-1").exists()
+    assert failure.startswith("figure-0: ") and "run-figure-0.log" in failure and (tmp_path / "figure-1").exists()
 
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch):
@@ -158,7 +158,7 @@ def test_every_job_is_understood(tmp_path, job):
 def test_no_two_jobs_measure_the_same():
     files: dict[tuple, list] = {}
     for job in run.JOBS:
-        files.setdefault((job.figure, job.shape, job.suffix), []).append(job.systems)
+        files.setdefault(job.file, []).append(job.systems)
     for groups in files.values():
         systems = [system for group in groups for system in group]
         assert len(groups) == 1 or (all(groups) and len(set(systems)) == len(systems))

@@ -51,8 +51,12 @@ class Job:
     systems: tuple[str, ...] = ()
 
     @property
+    def file(self) -> str:
+        return "-".join(filter(None, (self.figure, self.shape, self.suffix)))
+
+    @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.figure, self.shape, self.suffix, *self.systems[:1])))
+        return "-".join(filter(None, (self.file, "+".join(self.systems))))
 
     def of(self, *groups: tuple[str, ...]) -> Iterator[Job]:
         """A job for each group of servers, so that they are measured side by side."""
@@ -95,7 +99,7 @@ class Lanes:
     """One lane for each GPU; each takes the next job when it is free.
 
     Args:
-        out: takes the results, and the output of each job as ``paper-NAME.log``.
+        out: takes the results, and the output of each job as ``run-NAME.log``.
     """
 
     def __init__(self, jobs: Iterable[Job], out: Path, clock: Clock) -> None:
@@ -118,7 +122,7 @@ class Lanes:
     def _lane(self, gpu: str) -> None:
         while (taken := self._take()) is not None:
             job, seconds = taken
-            log = self.out / f"paper-{job.name}.log"
+            log = self.out / f"run-{job.name}.log"
             try:
                 status = self._run(job, gpu, seconds, log)
             except OSError as error:
@@ -188,11 +192,11 @@ def unusable(gpu: str) -> str | None:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "paper-FIGURE-SHAPE", [job.name for job in JOBS])
+    parser = arguments(__doc__, "paper-FIGURE-SHAPE", dict.fromkeys(name for job in JOBS for name in (job.file, job.name)))
     parser.add_argument("--gpus", nargs="+", default=visible_gpus(), metavar="GPU", help="as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--minutes", type=float, default=90, help="when to stop, with what is measured by then")
     options = parser.parse_args()
-    jobs = [job for job in JOBS if chosen(options)(job.name)]
+    jobs = [job for job in JOBS if chosen(options)(job.name, job.file)]
     if not jobs:
         parser.error(f"--only, --skip: nothing is left of {', '.join(job.name for job in JOBS)}; name one of these")
     if not options.gpus or len(set(options.gpus)) < len(options.gpus):

@@ -12,7 +12,7 @@ from benchmarks.compute_trials import score_two_bit
 from benchmarks.kernel_inputs import Case, Inputs, check_plans
 from sglang_freekv import kernels
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels import KV, Misses, Scales, reference
+from sglang_freekv.kernels import KV, Misses, Scales, preselect, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
@@ -109,8 +109,10 @@ def some_rows() -> KV:
     return KV(*(torch.zeros(LAST, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
 
 
-def test_every_page_is_scored_and_may_be_selected(monkeypatch):
-    """The first selection, and both plans of a step, where the best pages lie anywhere in the context."""
+@pytest.mark.parametrize("programs", [preselect.PROGRAMS, 5 * HEADS, HEADS])
+def test_every_page_is_scored_and_may_be_selected(programs, monkeypatch):
+    """The first selection, and both plans of a step, where the best pages lie anywhere in the context: 32 parts of each kv head."""
+    monkeypatch.setattr(preselect, "PROGRAMS", programs)
     monkeypatch.setattr(kernel_inputs, "CACHED_BYTES", 1)  # two layers
     case = Case("a million tokens", 32, HEADS, HEAD_DIM, TOKENS, 1, PAGE, PageBudget(16, 224, 16))
     inputs = Inputs(case, "cuda", torch.empty(0))

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not can_follow(
 
 H, G, D, S, PAGES, REQUESTS, RUNS = 8, 4, 128, 32, 4096, 8, 20
 NONSENSE = {torch.float32: torch.nan, torch.int32: 0}  # of pages and weights: no page lies elsewhere
-PARTS = (1024, 1024)  # of candidates, as BLOCKS: so four programs preselect of each kv head
+PARTS = (1024, 1024)  # of candidates, as BLOCKS: each kv head has four
+EACH, SHARED = REQUESTS * H * 4, REQUESTS * H * 2  # programs, one for each part or for every second
 BUDGET = PageBudget(sink=16, selected=32, window=16)
 SLOTS = BUDGET.sink + BUDGET.selected + BUDGET.window
 
@@ -84,9 +85,10 @@ class Correction:
         return [*tables, keys, values, output]
 
 
-@pytest.fixture(scope="module", params=[select.BLOCKS, PARTS], ids=["at once", "in parts"])
+@pytest.fixture(scope="module", params=[(select.BLOCKS, EACH), (PARTS, EACH), (PARTS, SHARED)], ids=["at once", "in parts", "in turns"])
 def correction(request) -> Correction:
-    with mock.patch.object(select, "BLOCKS", request.param):
+    blocks, programs = request.param
+    with mock.patch.object(select, "BLOCKS", blocks), mock.patch.object(preselect, "PROGRAMS", programs):
         yield Correction()
 
 
