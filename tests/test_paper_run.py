@@ -158,7 +158,7 @@ def test_every_job_is_understood(tmp_path, job):
 def test_no_two_jobs_measure_the_same():
     files: dict[tuple, list] = {}
     for job in run.JOBS:
-        files.setdefault(job.file, []).append(job.systems)
+        files.setdefault((job.file, job.part), []).append(job.systems)
     for groups in files.values():
         systems = [system for group in groups for system in group]
         assert len(groups) == 1 or (all(groups) and len(set(systems)) == len(systems))

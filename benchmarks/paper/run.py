@@ -41,6 +41,7 @@ class Job:
     Args:
         suffix: ends the name of the results' file; empty for the first job of a figure and shape.
         more: further flags of the driver.
+        part: tells the job from others that write the same file, beside ``systems``.
         systems: servers of the driver, if jobs with others write the same file.
     """
 
@@ -48,6 +49,7 @@ class Job:
     shape: str
     suffix: str = ""
     more: tuple[str, ...] = ()
+    part: str = ""
     systems: tuple[str, ...] = ()
 
     @property
@@ -56,7 +58,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.file, "+".join(self.systems))))
+        return "-".join(filter(None, (self.file, self.part, "+".join(self.systems))))
 
     def of(self, *groups: tuple[str, ...]) -> Iterator[Job]:
         """A job for each group of servers, so that they are measured side by side."""
@@ -70,12 +72,14 @@ class Job:
 
 LLAMA = "llama-3.1-8b"
 EIGHT_BITS = ("--stock-flags=--kv-cache-dtype fp8_e4m3", "--freekv-flags=--freekv-kv-dtype int8")
+RATES = "--seconds", "60", "--requests", "1000"
 MAIN = (crossover.DEFAULT,), crossover.FASTER, (crossover.RESIDENT,)
 SAME_KV = (f"freekv-{crossover.SAME}", f"{crossover.DEFAULT}-{crossover.SAME}"), (f"stock-{crossover.SAME}", crossover.HICACHE)
 JOBS = (  # the longest first, so that GPUs come to an end together
-    *Job("crossover", LLAMA, more=("--contexts", "2048", "8192", "32768", "131072")).of(*MAIN),
+    *Job("crossover", LLAMA, more=("--contexts", "2048", "8192", "32768")).of(*MAIN),
+    *Job("crossover", LLAMA, more=("--contexts", "131072"), part="128k").of(*MAIN),
     Job("latency", LLAMA),
-    *Job("goodput", LLAMA).of(("freekv",), ("stock",)),
+    *Job("goodput", LLAMA, more=RATES).of(("freekv",), ("stock",)),
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", EIGHT_BITS).of(*MAIN),
@@ -89,7 +93,7 @@ JOBS = (  # the longest first, so that GPUs come to an end together
             *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
         ),
     ),
-    *Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3",)).of(("freekv",), ("stock",)),
+    *Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3", *RATES)).of(("freekv",), ("stock",)),
     *Job("crossover", "qwen3-30b-a3b").of(*MAIN),
     Job("ablation", LLAMA),
 )
