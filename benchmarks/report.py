@@ -46,7 +46,7 @@ class Report:
         directory.mkdir(parents=True, exist_ok=True)
         earlier, mine = self._read(), environment()
         self._stamp = {name: value for name, value in mine.items() if name not in ("date", "command")}
-        mine |= {"commands": [mine.get("command")], **_run_of(os.environ.get(JOINT_RUN))}
+        mine |= _run_of(os.environ.get(JOINT_RUN), mine.get("command"))
         for run in earlier["runs"]:
             if run.get("id") == mine["id"]:
                 self._ensure_one_stamp(run)
@@ -125,7 +125,7 @@ class Report:
             facts = {name: fact for name, fact in self._facts.items() if name not in run or name in self._told}  # the first one's stay
             both = {
                 "failures": run.get("failures", {}) | mine.get("failures", {}),
-                "commands": sorted({*run["commands"], *mine["commands"]}),
+                "commands": sorted({*run.get("commands", ()), *mine.get("commands", ())}),
             }
             mine.update(run | facts | {name: value for name, value in both.items() if value})
             self._told |= facts.keys()
@@ -177,8 +177,8 @@ class Report:
         return 1 if self.failures else 0
 
 
-def _run_of(joint: str | None) -> dict:
-    """Id and command of a run of several processes; of one process, an id alone."""
+def _run_of(joint: str | None, mine: str | None) -> dict:
+    """Of a run of several processes its id, its command and those of the processes, ``mine`` so far; of one process, an id alone."""
     if joint is None:
         return {"id": secrets.token_hex(6)}
     number, _, command = joint.partition(" ")
@@ -186,7 +186,7 @@ def _run_of(joint: str | None) -> dict:
         raise SystemExit(
             f"{JOINT_RUN}={joint}: expected an id that no other run has, a space and a command; leave it to benchmarks.paper.run"
         )
-    return {"id": number, "command": command}
+    return {"id": number, "command": command, "commands": [mine]}
 
 
 def line_by_line(written: dict[str, list | dict]) -> str:

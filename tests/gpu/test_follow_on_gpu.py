@@ -19,6 +19,7 @@ H, G, D, S, PAGES, REQUESTS, RUNS = 8, 4, 128, 32, 4096, 8, 20
 NONSENSE = {torch.float32: torch.nan, torch.int32: 0}  # of pages and weights: no page lies elsewhere
 PARTS = (1024, 1024)  # of candidates, as BLOCKS: each kv head has four
 EACH, SHARED = REQUESTS * H * 4, REQUESTS * H * 2  # programs, one for each part or for every second
+WAYS = {"at once": (select.BLOCKS, EACH), "in parts": (PARTS, EACH), "in turns": (PARTS, SHARED)}  # in which a plan selects
 BUDGET = PageBudget(sink=16, selected=32, window=16)
 SLOTS = BUDGET.sink + BUDGET.selected + BUDGET.window
 
@@ -85,9 +86,9 @@ class Correction:
         return [*tables, keys, values, output]
 
 
-@pytest.fixture(scope="module", params=[(select.BLOCKS, EACH), (PARTS, EACH), (PARTS, SHARED)], ids=["at once", "in parts", "in turns"])
+@pytest.fixture(scope="module", params=WAYS)
 def correction(request) -> Correction:
-    blocks, programs = request.param
+    blocks, programs = WAYS[request.param]
     with mock.patch.object(select, "BLOCKS", blocks), mock.patch.object(preselect, "PROGRAMS", programs):
         yield Correction()
 
@@ -109,14 +110,13 @@ def test_what_follows_closely_finds_what_was_written(correction, expected):
     assert not any(differ(correction, expected) for _ in range(RUNS))
 
 
-CONTROLS = [(plan, "_plan_pages"), (recall, "_recall_kernel"), (preselect, "_norm_parts"), (preselect, "_preselect")]
+ALWAYS, IN_PARTS = [(plan, "_plan_pages"), (recall, "_recall_kernel")], [(preselect, "_norm_parts"), (preselect, "_preselect")]
+CONTROLS = [(way, *control) for way in WAYS for control in (ALWAYS if way == "at once" else ALWAYS + IN_PARTS)]
 
 
-@pytest.mark.parametrize("module, kernel", CONTROLS)
+@pytest.mark.parametrize("correction, module, kernel", CONTROLS, indirect=["correction"])
 def test_a_kernel_that_does_not_wait_is_caught(module, kernel, correction, expected, monkeypatch):
     """The negative control. Before these comes a kernel that lets them in early."""
-    if module is preselect and select.BLOCKS != PARTS:
-        pytest.skip("nothing is preselected")
     monkeypatch.setattr(module, "await_previous", passes_on)
     monkeypatch.setattr(module, kernel, triton.jit(getattr(module, kernel).fn))
     correction.run(torch.cuda.synchronize)  # compiles
