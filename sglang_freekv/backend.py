@@ -65,7 +65,7 @@ class FreeKVAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Prepare a forward pass without a graph, or with a graph for what lies between the attention layers of an extend.
 
-        The engine comes first, because FlashInfer's plan waits for the device.
+        The engine comes first, because a plan of FlashInfer waits for the device.
         """
         if is_in_breakable_cuda_graph() and self.residency.batch is None:
             self.batch = None  # of nobody: SGLang captures an extend, and calls attention between the parts
@@ -169,6 +169,7 @@ class FreeKVAttnBackend(AttentionBackend):
         options = {name: value for name, value in kwargs.items() if value is not None}
         if index is None:
             _expect_heeded(layer, options, _options_of(dense) if options else ())
+            self._unscale(layer)
             return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
         _expect_heeded(layer, options, ("sinks",))
         if not save_kv_cache or k is None or v is None:
@@ -195,6 +196,11 @@ class FreeKVAttnBackend(AttentionBackend):
             return 1.0, 1.0
         return layer.k_scale_float, layer.v_scale_float
 
+    def _unscale(self, layer: RadixAttention) -> None:
+        """Have SGLang's FlashInfer and Triton not multiply KV of the model's type by a checkpoint's scales: it was not divided by them."""
+        if self.token_to_kv_pool.config.kv_dtype not in SGLANG_FP8 and layer.k_scale_float is not None:
+            layer.k_scale_float = layer.v_scale_float = 1.0  # in each pass, because weights may be loaded again
+
     def support_triton(self) -> bool:
         return self.dense.support_triton()
 
@@ -202,16 +208,19 @@ class FreeKVAttnBackend(AttentionBackend):
 def _stock_backend(model_runner: ModelRunner) -> AttentionBackend:
     """What computes dense and window layers.
 
-    SGLang's FlashInfer knows no learned sinks, and lets the window layers of prompts without a prefix attend to everything before
-    (``extend_no_prefix``). FlashAttention 3 on Hopper and Triton do what the model says. Of these Triton alone reads e5m2.
+    On Hopper it is FlashAttention 3, as in stock SGLang. SGLang's FlashInfer lists each token of each context before a step, which takes one
+    program more than a millisecond at 1M tokens. It knows no learned sinks, and lets the window layers of prompts without a prefix attend to
+    everything before (``extend_no_prefix``). With floats of 8 bits FlashAttention 3 rounds queries, and does not read e5m2. In decode graphs
+    SGLang expects powers of two as its page sizes.
     """
-    has_windows = isinstance(model_runner.token_to_kv_pool, WindowedPool)
-    if model_runner.device == "cpu" and has_windows:
-        return WindowedAttention(model_runner)
-    on_gpu = "flashinfer"
-    if has_windows or model_runner.model_config.has_attention_sinks:
-        on_gpu = "fa3" if is_hopper_with_cuda_12_3() and model_runner.kv_cache_dtype != torch.float8_e5m2 else "triton"
-    return ATTENTION_BACKENDS["torch_native" if model_runner.device == "cpu" else on_gpu](model_runner)
+    pool, kept = model_runner.token_to_kv_pool, model_runner.kv_cache_dtype
+    windows = isinstance(pool, WindowedPool)
+    if model_runner.device == "cpu":
+        return WindowedAttention(model_runner) if windows else ATTENTION_BACKENDS["torch_native"](model_runner)
+    needs_windows = windows or model_runner.model_config.has_attention_sinks
+    others = "triton" if needs_windows else "flashinfer"
+    reads = kept != torch.float8_e5m2 and (needs_windows or kept != torch.float8_e4m3fn) and model_runner.page_size.bit_count() == 1
+    return ATTENTION_BACKENDS["fa3" if is_hopper_with_cuda_12_3() and reads else others](model_runner)
 
 
 def _attention_layers(model: torch.nn.Module) -> Iterator[RadixAttention]:

@@ -96,7 +96,9 @@ def test_semantics_that_the_engine_does_not_have_are_refused(changes, named):
 
 
 @pytest.mark.parametrize("device, compiled, sinks, hopper, kv, stock", [
-    ("cuda", [("engine", "table", 5, 16, None)], False, True, "bfloat16", "flashinfer"),
+    ("cuda", [("engine", "table", 5, 16, None)], False, True, "bfloat16", "fa3"),
+    ("cuda", [("engine", "table", 5, 16, None)], False, True, "float8_e4m3fn", "flashinfer"),
+    ("cuda", [("engine", "table", 5, 16, None)], False, False, "bfloat16", "flashinfer"),
     ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "bfloat16", "fa3"),
     ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "float8_e4m3fn", "fa3"),
     ("cuda", [("engine", "table", 5, 16, (6,))], True, True, "float8_e5m2", "triton"),
@@ -109,7 +111,7 @@ def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch,
     pool.config = FreeKVConfig()
     pool.store = SimpleNamespace(frames=SimpleNamespace(page_size=32, num_frames=200, num_slots=64, is_resident=True))
     runner = SimpleNamespace(
-        device=device, kv_cache_dtype=getattr(torch, kv), token_to_kv_pool=wrap(pool), req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
+        device=device, kv_cache_dtype=getattr(torch, kv), page_size=32, token_to_kv_pool=wrap(pool), req_to_token_pool=SimpleNamespace(req_to_token="table"), capture_tail_hooks=[],
         model_config=SimpleNamespace(context_len=320, has_attention_sinks=sinks), model=model_of(*map(attention, range(4))),
     )  # fmt: skip
     asked: list[tuple] = []
@@ -126,19 +128,43 @@ def test_the_kernels_of_a_gpu_are_compiled_when_the_backend_is_made(monkeypatch,
     assert asked == compiled and pool.residency is made.residency and made.dense == stock
 
 
-@pytest.mark.parametrize("hopper, kept, expected", [
-    (True, torch.bfloat16, "fa3"), (False, torch.bfloat16, "triton"), (True, torch.float8_e4m3fn, "fa3"), (True, torch.float8_e5m2, "triton"),
+@pytest.mark.parametrize("hopper, kept, page, windows, others", [
+    (True, torch.bfloat16, 32, "fa3", "fa3"), (False, torch.bfloat16, 32, "triton", "flashinfer"), (True, torch.bfloat16, 24, "triton", "flashinfer"),
+    (True, torch.float8_e4m3fn, 8, "fa3", "flashinfer"), (True, torch.float8_e5m2, 8, "triton", "flashinfer"),
 ])  # fmt: skip
-def test_flashinfer_computes_no_window_layers(monkeypatch, hopper, kept, expected):
-    """In SGLang's FlashInfer the window layers of a prompt without a prefix attend to all of it."""
+def test_dense_and_window_layers_are_computed_by_what_serves_them_right(monkeypatch, hopper, kept, page, windows, others):
+    """SGLang's FlashInfer lets the window layers of a prompt without a prefix attend to all of it. Its FlashAttention 3 rounds queries with
+    e4m3, does not read e5m2, and is captured with powers of two alone as page sizes."""
     monkeypatch.setattr(backend, "ATTENTION_BACKENDS", {name: lambda runner, name=name: name for name in backend.ATTENTION_BACKENDS})
     monkeypatch.setattr(backend, "is_hopper_with_cuda_12_3", lambda: hopper)
     settings = SimpleNamespace(has_attention_sinks=False)
     pool = object.__new__(WindowedPool)
-    runner = SimpleNamespace(device="cuda", token_to_kv_pool=pool, model_config=settings, kv_cache_dtype=kept)
-    assert backend._stock_backend(runner) == expected
+    runner = SimpleNamespace(device="cuda", token_to_kv_pool=pool, model_config=settings, kv_cache_dtype=kept, page_size=page)
+    assert backend._stock_backend(runner) == windows
     runner.token_to_kv_pool = object.__new__(FreeKVPool)
-    assert backend._stock_backend(runner) == "flashinfer"
+    assert backend._stock_backend(runner) == others
+    settings.has_attention_sinks = True
+    assert backend._stock_backend(runner) == windows
+
+
+@pytest.mark.parametrize("kept, expected", [("auto", (1.0, 1.0)), ("int8", (1.0, 1.0)), ("fp8_e4m3", (0.5, 3.0))])
+@pytest.mark.parametrize("forward", ["forward_extend", "forward_decode"])
+def test_dense_layers_have_a_checkpoints_scales_with_its_kv_alone(forward, kept, expected):
+    """SGLang's FlashInfer and Triton multiply by them whatever KV is, and its pools divide what they store in 8 bits alone."""
+    found: list = []
+
+    def dense(q, k, v, layer, batch, save_kv_cache):
+        found.append((layer.k_scale_float, layer.v_scale_float))
+        return q
+
+    made, layer = attending(None, dense), attention(0)
+    made.token_to_kv_pool.config = replace(FreeKVConfig(), kv_dtype=kept)
+    for _ in range(2):  # weights are loaded again between
+        layer.k_scale_float, layer.v_scale_float = 0.5, 3.0
+        getattr(made, forward)(torch.rand(5, 96), torch.rand(5, 32), torch.rand(5, 32), layer, None)
+    bare = attention(0)
+    getattr(made, forward)(torch.rand(5, 96), torch.rand(5, 32), torch.rand(5, 32), bare, None)
+    assert found == [expected, expected, (None, None)]
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["an extend that SGLang captures", "one that it replays"])
