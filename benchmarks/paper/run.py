@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.clock import Clock, OutOfTime
 from benchmarks.paper import agents, crossover
+from benchmarks.profiles import NEAREST
 from benchmarks.report import JOINT_RUN, ROOT, arguments, chosen, say
 from benchmarks.stamp import command
 
@@ -72,17 +73,23 @@ class Job:
 
 LLAMA = "llama-3.1-8b"
 EIGHT_BITS = ("--stock-flags=--kv-cache-dtype fp8_e4m3", "--freekv-flags=--freekv-kv-dtype int8")
+A_MILLION = (
+    *("--freekv-flags=--freekv-kv-dtype int8 --mem-fraction-static 0.75", "--loads", NEAREST, "--only", "*/1024k/b1"),
+    *("--contexts", "1048576", "--batches", "1", "--max-running", "1", "--host-memory", "70", "--part-seconds", "1000"),
+)
+LARGE = ("--contexts", "32768", "131072", "--batches", "16", "8", "1", "--most-tokens", "1100000", "--loads", NEAREST)
 RATES = "--seconds", "60", "--requests", "1000"
-MAIN = (crossover.DEFAULT,), crossover.FASTER, (crossover.RESIDENT,)
+MAIN = (crossover.DEFAULT,), (crossover.RESIDENT,), *((name,) for name in crossover.FASTER)
+CONTEXTS = ("--contexts", "2048", "8192", "32768", "131072", "--loads", NEAREST)
 SAME_KV = (f"freekv-{crossover.SAME}", f"{crossover.DEFAULT}-{crossover.SAME}"), (f"stock-{crossover.SAME}", crossover.HICACHE)
 JOBS = (  # the longest first, so that GPUs come to an end together
-    *Job("crossover", LLAMA, more=("--contexts", "2048", "8192", "32768")).of(*MAIN),
-    *Job("crossover", LLAMA, more=("--contexts", "131072"), part="128k").of(*MAIN),
+    *Job("crossover", LLAMA, "8-bit", A_MILLION, part="1024k").of((crossover.RESIDENT,)),
+    *Job("crossover", LLAMA, more=CONTEXTS).of(*MAIN),
     Job("latency", LLAMA),
     *Job("goodput", LLAMA, more=RATES).of(("freekv",), ("stock",)),
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
-    *Job("crossover", LLAMA, "8-bit", EIGHT_BITS).of(*MAIN),
+    *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
     *Job("crossover", LLAMA, "same-kv", ("--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000")).of(*SAME_KV),
     Job(
         "crossover",
@@ -94,7 +101,7 @@ JOBS = (  # the longest first, so that GPUs come to an end together
         ),
     ),
     *Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3", *RATES)).of(("freekv",), ("stock",)),
-    *Job("crossover", "qwen3-30b-a3b").of(*MAIN),
+    *Job("crossover", "qwen3-30b-a3b", more=("--loads", NEAREST)).of(*MAIN),
     Job("ablation", LLAMA),
 )
 
