@@ -2,7 +2,7 @@
 """Preselect: of a long context's candidates, those that a plan has to choose among, found by several programs.
 
 A page that a kv head selects is among the heaviest of its own part. A plan alone reads all weights of a kv head on one processor of a GPU.
-A step of one request so took 16 ms at 1M tokens, and takes 10 (benchmarks/results/paper-crossover-llama-3.1-8b-8-bit.json, superseded and
+A step of one request so took 16 ms at 1M tokens, and then 10 (benchmarks/results/paper-crossover-llama-3.1-8b-8-bit.json, superseded and
 results).
 """
 

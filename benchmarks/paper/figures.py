@@ -33,12 +33,12 @@ def _files(results: Path, name: str) -> list[Path]:
 
 def page(made: list[Section]) -> str:
     """Takeaways, what was measured, the sections, the aims, and what made the results."""
-    told = [f"{number}. {text}" for number, text in enumerate(takeaways(made), 1)]
+    told = takeaways(made)
     first = next((number for number, section in enumerate(made) if "answers" in section.facts), len(made))
     servers, engine = made[:first], made[first:]
     parts = [
         texts.HEAD,
-        *(["## Takeaways\n\n" + "\n".join(told)] if told else []),
+        *([f"## Takeaways\n\n{told}"] if told else []),
         texts.measured(),
         *(section.markdown for section in servers),
         *([texts.NOTES] if engine else []),

@@ -7,15 +7,45 @@ from collections.abc import Iterator
 from benchmarks.paper.latency import Answer
 from benchmarks.paper.sections import Section
 from benchmarks.paper.sections.names import METHODS
+from benchmarks.report import markdown
+
+BESIDE = (
+    "FreeKV's time over stock SGLang's, for all servers of it. Columns of contexts have the time per token of one request alone. *Hit* and "
+    "*cold* are the time to the first token, from the least to the most of all cells. *Long answers* are to short prompts, by requests at "
+    "once, reckoned from steps."
+)
 
 
-def takeaways(sections: list[Section]) -> list[str]:
+def takeaways(sections: list[Section]) -> str:
+    """Numbered sentences, with those on servers of the one that most users have, and a table of all servers."""
     facts: dict = {}
     for section in reversed(sections):  # the first shape's count
         facts |= section.facts
     everyone = [answer for section in sections for answer in section.facts.get("answers", [])]
-    servers = [section.facts["server"] for section in sections if "server" in section.facts]  # one a card: no sentence mixes two
-    return [*_memory(facts), *_alone(servers), *_losses(servers, facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
+    servers = [server for section in sections for server in reversed(section.facts.get("servers", {}).values())]  # no sentence mixes two
+    servers.sort(key=lambda server: (not server["resident"], server["bits"]))
+    first = servers[:1]
+    told = [*_memory(facts), *_alone(first), *_losses(first, facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
+    return "\n\n".join(filter(None, ["\n".join(f"{number}. {text}" for number, text in enumerate(told, 1)), _table(servers)]))
+
+
+def _table(servers: list[dict]) -> str:
+    """Of all servers, if there are several: one request alone, what is slowest, first tokens and long answers."""
+    if len(servers) < 2:
+        return ""
+    contexts = sorted({context for server in servers for context in server["alone"]})
+    header = ("FreeKV", *(f"{context // 1024}K" for context in contexts), "slowest cell", "hit", "cold", "long answers")
+    rows = [
+        (
+            server["where"].removeprefix("with "),
+            *(server["alone"].get(context) and f"{server['alone'][context]:.2f}" for context in contexts),
+            server["slowest"] and f"{server['slowest'].tpot[2]:.2f} in {server['slowest'].name}",
+            *(ratios and f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in (server["hits"], server["cold"])),
+            ", ".join(f"{ratio:.2f} with {batch}" for batch, ratio in sorted(server["longer"].items())),
+        )
+        for server in servers
+    ]
+    return BESIDE + "\n\n" + markdown(header, [tuple(value or "-" for value in row) for row in rows])
 
 
 def _memory(facts: dict) -> Iterator[str]:

@@ -12,7 +12,7 @@ from the files in `benchmarks/results`, and a test holds it to them. [How each f
 
 MEASURED = """## What was measured
 
-NVIDIA H200s and one H100 with PCIe 5.0, in bfloat16, with dummy weights in the shapes of public models. If nothing else is said, FreeKV has
+NVIDIA H200s with PCIe 5.0, in bfloat16, with dummy weights in the shapes of public models. If nothing else is said, FreeKV has
 the preset `fast`: a budget of 2,048 tokens with a sink and a window of 512 each, and pages of 32 tokens. Stock SGLang 0.5.17 runs with CUDA
 graphs. Titles of sections name the card, and the attention backend of stock SGLang: FlashAttention 3 or FlashInfer. Where KV is in 8 bits,
 the title says so. HiCache is not in the comparison. No figure is of two kinds of card. Cards of one kind differ by some percent, and the two

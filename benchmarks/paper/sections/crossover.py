@@ -52,9 +52,11 @@ def of_crossover(path: Path, directory: Path) -> Section:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
             drawn, lines = f"{section.shape}, {title}, {where}: {what}", _curves(rows, title)
             section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
-            section.facts |= _facts(title, rows, held["theirs"], where, _in_8_bits(section).strip(", "))
-            if title in RESIDENT:
-                section.facts["server"]["longer"] = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)}
+            if title == SAME:
+                section.facts |= _memory(rows, held["theirs"], where)
+            else:
+                longer = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)} if title in RESIDENT else {}
+                section.facts.setdefault("servers", {})[title] = _server(title, rows, where, _in_8_bits(section).strip(", "), longer)
         section.aims += _aims(section, title, rows)
     return section
 
@@ -199,17 +201,26 @@ def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tupl
     return curves
 
 
-def _facts(title: str, rows: list[Compared], held: float, where: str, bits: str) -> dict:
-    """What the takeaways tell: of one request and of losses by card, under ``server``; of the same KV bytes beside it."""
-    preset = "the default preset" if title == DEFAULT else "`fast`"
-    where = f"with {' and '.join([preset, *([bits] if bits else [])])} {where}"
-    if title == SAME:
-        return {"held": held, "memory": where, "evicted": [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]}
-    ratios = {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]}
-    hits = [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]]
-    cold = [row.ttft[2] for row in rows if row.prefix == "cold" and row.ttft[2]]
-    slowest = max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None)
-    return {"server": {"where": where, "alone": ratios, "hits": hits, "cold": cold, "slowest": slowest, "resident": title != PRODUCTION}}
+def _memory(rows: list[Compared], held: float, where: str) -> dict:
+    """What the takeaways tell of the same KV bytes."""
+    evicted = [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]
+    return {"held": held, "memory": f"with `fast` {where}", "evicted": evicted}
+
+
+def _server(title: str, rows: list[Compared], where: str, bits: str, longer: dict[int, float]) -> dict:
+    """What they tell of one request, of losses and of long answers, for a server of FreeKV on a card."""
+    preset, resident = "the default preset" if title == DEFAULT else "`fast`", title != PRODUCTION
+    kept = [preset, *([bits] if bits else []), *([] if resident else ["nothing resident"])]
+    return {
+        "where": f"with {' and '.join(kept)} {where}",
+        "alone": {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]},
+        "hits": [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]],
+        "cold": [row.ttft[2] for row in rows if row.prefix == "cold" and row.ttft[2]],
+        "slowest": max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None),
+        "resident": resident,
+        "bits": bits,
+        "longer": longer,
+    }
 
 
 def _aims_resident(where: str, load: str, rows: list[Compared]) -> list[Aim]:

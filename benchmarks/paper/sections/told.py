@@ -9,7 +9,7 @@ from sglang_freekv.presets import DEFAULT_PRESET, PRESETS
 PRODUCTION, SAME, DEFAULT = "production", "same KV bytes on the device", "default preset"
 KEPT = f"{SAME}, HiCache", f"{SAME}, HiCache, {DEFAULT}"  # titles of what is only shown beside stock SGLang's cache on the host
 RESIDENT = (*crossover.UNDER, DEFAULT)  # titles of what has stock SGLang's faster backend beside it
-DRAWN = {  # and what the takeaways tell of, the last one first
+DRAWN = {  # and what the takeaways tell of
     PRODUCTION: "production",
     SAME: "same",
     f"resident, {NEAREST}": "resident",
