@@ -182,18 +182,21 @@ def test_the_default_preset_has_a_part_of_its_own_and_takeaways_tell_of_it_first
         "freekv-resident-tau-0.9-by-layer/8k/b1": served(8192, 1, 0.05, 100, prefix="hit"),
     }
     section = SECTIONS["crossover"](write(tmp_path, "crossover", results), tmp_path)
-    resident, text = section.markdown.split("### Default preset, on a device against FlashAttention 3\n")
+    default, text = section.markdown.split("### Resident, tau-0.9-by-layer, on a device against FlashAttention 3\n")
+    assert text.endswith("![resident](paper-crossover-llama-3.1-8b-resident.png)")
+    text = default.split("### Default preset, on a device against FlashAttention 3\n")[1]
     assert "FreeKV has its default preset `accurate`, with pages of 8 tokens. It replays c 0.01 to 0.81 by layer, x 0.098." in text
     assert "| 8k/b1 | - | hit | 10.00 / 20.00 | 0.50 (0.45-0.60) |" in text and "medians of 2 to 3 passes" in text
     assert "Prompts that hit were sent 9 to 11 times." in text
     assert "| 32k/b4 | TPOT+TTFT | hit | 30.00 / 20.00 | 1.50 |" in text and "8k/b16" not in text
     assert "Stock SGLang stores KV in fp8_e4m3." in text and "FreeKV stores" not in text
-    assert text.endswith("![default](paper-crossover-llama-3.1-8b-default.png)")
+    assert text.rstrip().endswith("![default](paper-crossover-llama-3.1-8b-default.png)")
     told = figures.page([section])
     where = "KV in 8 bits on a device against FlashAttention 3."
     assert f"It is 0.50 at 8K with the default preset and {where}" in told and "2.50 at 8K with" not in told
-    assert "| the default preset and KV in 8 bits on a device against FlashAttention 3 | 0.50 | 1.50 in 32k/b4 |" in told
-    assert "| `fast` and KV in 8 bits on a device against FlashAttention 3 | 2.50 | 2.50 in 8k/b1 |" in told
+    against = "KV in 8 bits | resident | on a device against FlashAttention 3 |"
+    assert f"| default preset and {against} 0.50 | 1.50: 4 of 32K | 0.50: 1 of 8K | 1.00 to 1.50 | - |" in told
+    assert f"| `fast` and {against} 2.50 | 2.50: 1 of 8K | 2.50: 1 of 8K |" in told
     assert "32K a token takes 1.50 times as long with the default preset and KV in 8 bits on a device against FlashAttention 3." in told
     assert "## Against stock SGLang, on a device, KV in 8 bits: " in told
     for system in ("freekv-default", "stock-fa3"):
@@ -248,6 +251,11 @@ def test_long_answers_are_told_of_resident_pages_and_of_the_backend_that_ran(tmp
         "Reckoned from steps, over a long answer to a short prompt it is 1.00 with 1, 0.50 with 4 requests at once there."
         in figures.page([section])
     )
+    tokens = 16984  # of a long answer and its prompt: a batch that no pool holds would not decode at once
+    for pool, batches in {4 * tokens: {1: 1.0, 4: 0.5}, 4 * tokens - 1: {1: 1.0}}.items():
+        told = {"server stock-flashinfer": {"max_total_num_tokens": 1 << 20}, "server freekv-resident": {"max_total_num_tokens": pool}}
+        section = SECTIONS["crossover"](write(tmp_path, "crossover", results, **told), tmp_path)
+        assert [server["longer"] for server in section.facts["servers"].values()] == [batches]
 
 
 def test_a_backend_that_is_slower_everywhere_is_named_and_gives_no_figure(tmp_path, undrawn):
@@ -271,14 +279,14 @@ def test_each_card_has_its_file_its_section_and_its_takeaways(tmp_path, undrawn)
             f"stock-{backend}/8k/b1": served(8192, 1, 0.01, 100, prefix="hit"),
         }
 
-    write(tmp_path, "crossover", results(0.02, "flashinfer"), device="H100")
-    write(tmp_path, "crossover", results(0.03, "fa3"), suffix="-h200", device="H200")
+    write(tmp_path, "crossover", results(0.02, "flashinfer"), suffix="-h100", device="H100")
+    write(tmp_path, "crossover", results(0.03, "fa3"), device="H200")
     systems = (("freekv-resident-tau-0.9-by-layer", 0.015), ("stock-fa3", 0.01))
     colds = {f"{system}/32k/b16": served(32768, 16, tpot, 100) for system, tpot in systems}
     rest = dict.fromkeys(goodput.COLUMNS, 1.0) | {"limits": {"ttft_s": 2.0, "tpot_s": 0.05}, "rate": 1.0, "ttfts": [1.0], "tpots": [0.01]}
     rates = {f"{system}/1": rest | {"request_bytes": {"link_bytes": 5.0, "hbm_bytes": 10.0}, "run": 0} for system in ("stock", "freekv")}
     command = {"command": "python -m sglang.launch_server --attention-backend flashinfer --port 1 --attention-backend fa3"}
-    write(tmp_path, "goodput", rates, suffix="-h200-fa3", device="H200", **{"server stock": command})
+    write(tmp_path, "goodput", rates, suffix="-fa3", device="H200", **{"server stock": command})
     made = figures.sections(tmp_path, tmp_path)
     titles = [line for section in made for line in section.markdown.splitlines() if line.startswith("#")]
     assert titles == [
@@ -290,14 +298,12 @@ def test_each_card_has_its_file_its_section_and_its_takeaways(tmp_path, undrawn)
     ]
     told = figures.page(made)
     assert "It is 3.00 at 8K with `fast` on H200 against FlashAttention 3.\n" in told
-    assert all(
-        f"| `fast` on {each} in 8k/b1 |" in told
-        for each in ("H200 against FlashAttention 3 | 3.00 | 3.00", "H100 against FlashInfer | 2.00 | 2.00")
-    )
+    for where, ratio in {"H200 against FlashAttention 3": "3.00", "H100 against FlashInfer": "2.00"}.items():
+        assert f"| `fast` | resident | on {where} | {ratio} | {ratio}: 1 of 8K | {ratio}: 1 of 8K |" in told
     assert "With 1 request of 8K a token takes 3.00 times as long with `fast` on H200 against FlashAttention 3." in told
     assert "stock SGLang 1.0, on H200 against FlashAttention 3." in told
     assert "cold prompt" not in told
-    write(tmp_path, "crossover", results(0.03, "fa3") | colds, suffix="-h200", device="H200")
+    write(tmp_path, "crossover", results(0.03, "fa3") | colds, device="H200")
     assert "times as long there on an idle server. That of a cold prompt takes 1.50 to 1.50 times as long." in figures.page(
         figures.sections(tmp_path, tmp_path)
     )

@@ -44,12 +44,12 @@ HICACHE, DEFAULT_LOAD = f"stock-{SAME}-hicache", f"{DEFAULT_PRESET}-by-layer"
 UNDER = {f"resident, {load}": load for load in LOADS}  # titles, and loads
 FASTER = tuple(f"stock-{backend}" for backend in BACKENDS)  # of which stock SGLang's figures are the faster one's
 PAIRS = {  # FreeKV, and what it is held against
+    "default preset": (DEFAULT, *FASTER),
+    **{title: (f"{RESIDENT}-{load}", *FASTER) for title, load in UNDER.items()},
     "production": ("freekv", "stock"),
     "same KV bytes on the device": (f"freekv-{SAME}", f"stock-{SAME}"),
     "same KV bytes on the device, HiCache": (f"freekv-{SAME}", HICACHE),
     "same KV bytes on the device, HiCache, default preset": (f"{DEFAULT}-{SAME}", HICACHE),
-    **{title: (f"{RESIDENT}-{load}", *FASTER) for title, load in UNDER.items()},
-    "default preset": (DEFAULT, *FASTER),
 }
 SYSTEMS = (DEFAULT, RESIDENT, *FASTER, "stock", "freekv", f"stock-{SAME}", HICACHE, f"freekv-{SAME}", f"{DEFAULT}-{SAME}")
 ON_CUDA = (FASTER[0], HICACHE)  # a CPU has one backend, and none of HiCache's copies

@@ -15,20 +15,21 @@ from benchmarks.paper import papers, texts
 from benchmarks.paper.sections import SECTIONS, Section
 from benchmarks.paper.takeaways import takeaways
 from benchmarks.report import ROOT, markdown
-from benchmarks.setups import SHAPES
+from benchmarks.setups import SHAPES, Setup
 
 PAPERS = ROOT / "docs" / "papers.md"
 
 
 def sections(results: Path, directory: Path) -> list[Section]:
     """Of all results that are there, with their pictures in ``directory``."""
-    paths = [(name, path) for name in SECTIONS for shape in SHAPES for path in _files(results, f"paper-{name}-{shape}")]
+    shapes = sorted(SHAPES, key=lambda shape: shape != Setup.shape)
+    paths = [(name, path) for name in SECTIONS for shape in shapes for path in _files(results, f"paper-{name}-{shape}")]
     return [SECTIONS[name](path, directory) for name, path in paths if json.loads(path.read_text())["results"]]
 
 
 def _files(results: Path, name: str) -> list[Path]:
-    """Those of one card or backend first, as ``--suffix`` named them."""
-    return [*sorted(results.glob(f"{name}-*.json")), *results.glob(f"{name}.json")]
+    """The main one first, then those that ``--suffix`` named."""
+    return [*results.glob(f"{name}.json"), *sorted(results.glob(f"{name}-*.json"))]
 
 
 def page(made: list[Section]) -> str:

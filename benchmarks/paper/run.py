@@ -86,7 +86,7 @@ JOBS = (  # the longest first, so that GPUs come to an end together
     *Job("crossover", LLAMA, "8-bit", A_MILLION, part="1024k").of((crossover.RESIDENT,)),
     *Job("crossover", LLAMA, more=CONTEXTS).of(*MAIN),
     Job("latency", LLAMA),
-    *Job("goodput", LLAMA, more=RATES).of(("freekv",), ("stock",)),
+    *Job("goodput", LLAMA, more=("--stock-flags=--attention-backend fa3", *RATES)).of(("freekv",), ("stock",)),
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
@@ -100,7 +100,7 @@ JOBS = (  # the longest first, so that GPUs come to an end together
             *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
         ),
     ),
-    *Job("goodput", LLAMA, "fa3", ("--stock-flags=--attention-backend fa3", *RATES)).of(("freekv",), ("stock",)),
+    *Job("goodput", LLAMA, "flashinfer", RATES).of(("freekv",), ("stock",)),
     *Job("crossover", "qwen3-30b-a3b", more=("--loads", NEAREST)).of(*MAIN),
     Job("ablation", LLAMA),
 )

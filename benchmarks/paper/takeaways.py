@@ -10,9 +10,9 @@ from benchmarks.paper.sections.names import METHODS
 from benchmarks.report import markdown
 
 BESIDE = (
-    "FreeKV's time over stock SGLang's, for all servers of it. Columns of contexts have the time per token of one request alone. *Hit* and "
-    "*cold* are the time to the first token, from the least to the most of all cells. *Long answers* are to short prompts, by requests at "
-    "once, reckoned from steps."
+    "FreeKV's time over stock SGLang's, for each configuration that was measured in several cells. TPOT is the time per token, and TTFT that to "
+    "the first one. *One of 2K* is one request alone. *Slowest* and *fastest* are the cells with the largest and the smallest ratio of TPOT. "
+    "TTFTs are from the least to the most of all cells. A dash stands where nothing was measured, or the two sides are of two machines."
 )
 
 
@@ -22,7 +22,7 @@ def takeaways(sections: list[Section]) -> str:
     for section in reversed(sections):  # the first shape's count
         facts |= section.facts
     everyone = [answer for section in sections for answer in section.facts.get("answers", [])]
-    servers = [server for section in sections for server in reversed(section.facts.get("servers", {}).values())]  # no sentence mixes two
+    servers = [server for section in sections for server in section.facts.get("servers", {}).values()]  # no sentence mixes two
     servers.sort(key=lambda server: (not server["resident"], server["bits"]))
     first = servers[:1]
     told = [*_memory(facts), *_alone(first), *_losses(first, facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
@@ -34,26 +34,36 @@ def _table(servers: list[dict]) -> str:
     if len(servers) < 2:
         return ""
     contexts = sorted({context for server in servers for context in server["alone"]})
-    header = ("FreeKV", *(f"{context // 1024}K" for context in contexts), "slowest cell", "hit", "cold", "long answers")
+    header = (
+        "FreeKV",
+        "pages",
+        "compared",
+        *(f"TPOT, one of {context // 1024}K" for context in contexts),
+        "slowest",
+        "fastest",
+        "TTFT, hit",
+        "TTFT, cold",
+    )
     rows = [
         (
-            server["where"].removeprefix("with "),
+            " and ".join(filter(None, (server["preset"], server["bits"]))),
+            ("resident" if server["resident"] else "recalled") + (", earlier code" if server["earlier"] else ""),
+            server["against"],
             *(server["alone"].get(context) and f"{server['alone'][context]:.2f}" for context in contexts),
-            server["slowest"] and f"{server['slowest'].tpot[2]:.2f} in {server['slowest'].name}",
+            *(row and f"{row.tpot[2]:.2f}: {row.batch} of {row.context // 1024}K" for row in (server["slowest"], server["fastest"])),
             *(ratios and f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in (server["hits"], server["cold"])),
-            ", ".join(f"{ratio:.2f} with {batch}" for batch, ratio in sorted(server["longer"].items())),
         )
         for server in servers
     ]
-    return BESIDE + "\n\n" + markdown(header, [tuple(value or "-" for value in row) for row in rows])
+    return BESIDE + "\n\n" + markdown(header, [tuple(value or "-" for value in row) for row in rows], words=3)
 
 
 def _memory(facts: dict) -> Iterator[str]:
     if facts.get("decoding") and facts.get("tokens"):
         yield (
-            f"**On the same device memory, long prompts decode faster**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, "
+            f"**On the same device memory, long prompts give more tokens per second**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, "
             f"FreeKV decodes {facts['decoding']:.1f} times stock SGLang's tokens per second, {facts['memory']}. With prefill counted the "
-            f"factor is {facts['tokens']:.1f}."
+            f"factor is {facts['tokens']:.1f}. Each token takes longer, because more requests decode at once."
         )
 
 
@@ -121,7 +131,7 @@ def _evicted(facts: dict) -> str:
     if not soon:
         return ""
     span = f"{min(soon):.2f} to {max(soon):.2f}"
-    return f" Where equal KV memory holds only part of stock SGLang's prefixes, FreeKV's first token takes {span} of stock SGLang's time."
+    return f" Where equal KV memory holds only part of stock SGLang's prefixes, FreeKV's first token takes {span} of its time, {facts['memory']}."
 
 
 def _load(facts: dict) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from benchmarks.paper import crossover, plots
@@ -12,7 +13,7 @@ from benchmarks.report import markdown
 from benchmarks.setups import STOCK_PAGE
 from sglang_freekv.config import GIB
 
-from .names import ABOUT, BACKENDS
+from .names import ABOUT, BACKENDS, EARLIER
 from .section import Aim, Section, ms
 from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, TOLD
 
@@ -27,7 +28,7 @@ LONGER = (
 
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
-    section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}"
+    section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}{', earlier code' * (section.key in EARLIER)}"
     section.add(
         "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
         "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
@@ -46,7 +47,8 @@ def of_crossover(path: Path, directory: Path) -> Section:
         words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows), "sent": _sent(rows)}
         told = TOLD[title].format(**words, **held) + _stored(rows) + _passes(rows) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}, {where}", told, _table(section, rows))
-        if title in RESIDENT and (longer := long_generation(section.results, *pair)):
+        longer = _longer(section, pair) if title in RESIDENT else []
+        if longer:
             section.add(LONGER, _long_table(longer))
         if title in DRAWN:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
@@ -55,8 +57,9 @@ def of_crossover(path: Path, directory: Path) -> Section:
             if title == SAME:
                 section.facts |= _memory(rows, held["theirs"], where)
             else:
-                longer = {batch: ratio for batch, *_, ratio in long_generation(section.results, *pair)} if title in RESIDENT else {}
-                section.facts.setdefault("servers", {})[title] = _server(title, rows, where, _in_8_bits(section).strip(", "), longer)
+                told = {"earlier": section.key in EARLIER, "longer": {batch: ratio for batch, *_, ratio in longer}}
+                bits = _in_8_bits(section).strip(", ")
+                section.facts.setdefault("servers", {})[title] = _server(title, rows, where, bits) | told
         section.aims += _aims(section, title, rows)
     return section
 
@@ -75,6 +78,14 @@ def _table(section: Section, rows: list[Compared]) -> str:
 def _long_table(rows: list[tuple[int, str, float, float, float]]) -> str:
     lines = [(batch, lengths, _both((ms(ours), ms(theirs))), _two(ratio)) for batch, lengths, ours, theirs, ratio in rows]
     return markdown(("requests", "steps timed at", "ms a step", "ratio"), lines)
+
+
+def _longer(section: Section, pair: tuple[str, ...]) -> list[tuple]:
+    """Steps of long answers, of batches that the smallest pool of these servers holds whole."""
+    facts = [run[name] for run in section.written["runs"] for name in run if name.startswith("server ")]
+    pools = [fact["max_total_num_tokens"] for fact in facts if "max_total_num_tokens" in fact]
+    tokens = LONG.prompt + LONG.answer
+    return [row for row in long_generation(section.results, *pair) if row[0] * tokens <= min(pools, default=math.inf)]
 
 
 def _both(pair) -> str:
@@ -207,19 +218,22 @@ def _memory(rows: list[Compared], held: float, where: str) -> dict:
     return {"held": held, "memory": f"with `fast` {where}", "evicted": evicted}
 
 
-def _server(title: str, rows: list[Compared], where: str, bits: str, longer: dict[int, float]) -> dict:
-    """What they tell of one request, of losses and of long answers, for a server of FreeKV on a card."""
+def _server(title: str, rows: list[Compared], where: str, bits: str) -> dict:
+    """What they tell of one request and of losses, for a server of FreeKV on a card."""
     preset, resident = "the default preset" if title == DEFAULT else "`fast`", title != PRODUCTION
     kept = [preset, *([bits] if bits else []), *([] if resident else ["nothing resident"])]
+    timed = sorted((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2])
     return {
         "where": f"with {' and '.join(kept)} {where}",
-        "alone": {row.context: row.tpot[2] for row in rows if row.batch == 1 and row.tpot[2]},
+        "preset": preset.removeprefix("the "),
+        "against": where,
+        "alone": {row.context: row.tpot[2] for row in sorted(timed, key=lambda row: row.prefix == "hit") if row.batch == 1},
+        "fastest": timed[0] if timed else None,
         "hits": [row.ttft[2] for row in rows if row.prefix == "hit" and row.ttft[2]],
         "cold": [row.ttft[2] for row in rows if row.prefix == "cold" and row.ttft[2]],
-        "slowest": max((row for row in rows if row.tpot[2]), key=lambda row: row.tpot[2], default=None),
+        "slowest": timed[-1] if timed else None,
         "resident": resident,
         "bits": bits,
-        "longer": longer,
     }
 
 

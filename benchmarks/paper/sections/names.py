@@ -25,6 +25,7 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
     "MXFP4. With dummy weights all tokens of a batch are routed to nearly the same ones, and in service both sides take longer. Other GPUs of "
     "the host ran tests meanwhile.",
 }
+EARLIER = ("llama-3.1-8b-recalled",)  # of code before that of the shape's other files
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
 SYSTEMS = {"stock": "stock SGLang", "freekv": "FreeKV"}
 SCENARIOS = {"long-input": "Long input", "long-generation": "Long generation", "long-both": "Long input and long generation"}
