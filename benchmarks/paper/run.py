@@ -77,7 +77,12 @@ A_MILLION = (
     *("--freekv-flags=--freekv-kv-dtype int8 --mem-fraction-static 0.75", "--loads", NEAREST, "--only", "*/1024k/b1"),
     *("--contexts", "1048576", "--batches", "1", "--max-running", "1", "--host-memory", "70", "--part-seconds", "1000"),
 )
+LONG = (  # a prefill of minutes, and 126 GiB on the host
+    *("--contexts", "524288", "1048576", "--batches", "1", "--max-running", "1"),
+    *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
+)
 LARGE = ("--contexts", "32768", "131072", "--batches", "16", "8", "1", "--most-tokens", "1100000", "--loads", NEAREST)
+SMALLER = "--max-running", "16", "--loads", NEAREST
 RATES = "--seconds", "60", "--requests", "1000"
 MAIN = (crossover.DEFAULT,), (crossover.RESIDENT,), *((name,) for name in crossover.FASTER)
 CONTEXTS = ("--contexts", "2048", "8192", "32768", "131072", "--loads", NEAREST)
@@ -91,17 +96,10 @@ JOBS = (  # the longest first, so that GPUs come to an end together
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
     *Job("crossover", LLAMA, "same-kv", ("--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000")).of(*SAME_KV),
-    Job(
-        "crossover",
-        LLAMA,
-        "long",  # 512K tokens and 1M, one request alone: a prefill of minutes, and 126 GiB on the host
-        (
-            *("--contexts", "524288", "1048576", "--batches", "1", "--max-running", "1"),
-            *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
-        ),
-    ),
+    *Job("crossover", LLAMA, "long", LONG).of((crossover.DEFAULT,), crossover.FASTER[:1]),
     *Job("goodput", LLAMA, "flashinfer", RATES).of(("freekv",), ("stock",)),
-    *Job("crossover", "qwen3-30b-a3b", more=("--loads", NEAREST)).of(*MAIN),
+    *Job("crossover", "qwen3-32b", more=("--batches", "16", "4", "1", "--most-tokens", "140000", *SMALLER)).of(*MAIN),
+    *Job("crossover", "qwen3-30b-a3b", more=SMALLER).of(*MAIN),
     Job("ablation", LLAMA),
 )
 

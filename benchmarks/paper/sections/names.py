@@ -7,6 +7,7 @@ SHAPES = {
     "qwen2.5-7b": "Qwen2.5-7B",
     "qwen3-8b": "Qwen3-8B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-32b": "Qwen3-32B",
     "minimax-m2-cut": "six layers of MiniMax-M2",
     "qwen3.5-27b-quarter": "a quarter of the layers of Qwen3.5-27B",
     "gpt-oss-20b": "gpt-oss-20B",
