@@ -17,20 +17,20 @@ BESIDE = (
 
 
 def takeaways(sections: list[Section]) -> str:
-    """Numbered sentences, with those on servers of the one that most users have, and a table of all servers."""
+    """Numbered sentences, of which those on a server are of the one that most users have, and a table of all servers."""
     facts: dict = {}
     for section in reversed(sections):  # the first shape's count
         facts |= section.facts
     everyone = [answer for section in sections for answer in section.facts.get("answers", [])]
     servers = [server for section in sections for server in section.facts.get("servers", {}).values()]  # no sentence mixes two
     servers.sort(key=lambda server: (not server["resident"], server["bits"]))
-    first = servers[:1]
+    first = servers[0] if servers else None
     told = [*_memory(facts), *_alone(first), *_losses(first, facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
     return "\n\n".join(filter(None, ["\n".join(f"{number}. {text}" for number, text in enumerate(told, 1)), _table(servers)]))
 
 
 def _table(servers: list[dict]) -> str:
-    """Of all servers, if there are several: one request alone, what is slowest, first tokens and long answers."""
+    """Of all servers, if there are several: one request alone, the slowest and the fastest cell, and first tokens."""
     if len(servers) < 2:
         return ""
     contexts = sorted({context for server in servers for context in server["alone"]})
@@ -67,17 +67,12 @@ def _memory(facts: dict) -> Iterator[str]:
         )
 
 
-def _alone(servers: list[dict]) -> Iterator[str]:
-    told = [
-        f" It is {', '.join(f'{ratio:.2f} at {context // 1024}K' for context, ratio in sorted(server['alone'].items()))} {server['where']}."
-        f"{_longer(server.get('longer', {}))}"
-        for server in servers
-        if server["alone"]
-    ]
-    if told:
+def _alone(server: dict | None) -> Iterator[str]:
+    if server is not None and server["alone"]:
+        ratios = ", ".join(f"{ratio:.2f} at {context // 1024}K" for context, ratio in sorted(server["alone"].items()))
         yield (
-            "**One request alone gains only where its context is long**. What counts is its time per token over stock SGLang's."
-            f"{''.join(told)}"
+            "**One request alone gains only where its context is long**. What counts is its time per token over stock SGLang's. "
+            f"It is {ratios} {server['where']}.{_longer(server['longer'])}"
         )
 
 
@@ -89,14 +84,13 @@ def _longer(ratios: dict[int, float]) -> str:
     return f" Reckoned from steps, over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once there."
 
 
-def _losses(servers: list[dict], facts: dict) -> Iterator[str]:
-    told = "".join(map(_lost, servers))
-    if told:
-        yield (f"**FreeKV loses where contexts are short or few, and at each prefix hit**.{told}{_under_load(facts)}{_evicted(facts)}")
+def _losses(server: dict | None, facts: dict) -> Iterator[str]:
+    if server is not None and (told := _lost(server)):
+        yield f"**FreeKV loses where contexts are short or few, and at each prefix hit**.{told}{_under_load(facts)}{_evicted(facts)}"
 
 
 def _lost(server: dict) -> str:
-    """The slowest cell of a card, and its first tokens."""
+    """Its slowest cell, and its first tokens."""
     row, hits, cold = server["slowest"], server["hits"], server["cold"]
     if row is None or row.tpot[2] <= 1:
         return ""
