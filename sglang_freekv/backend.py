@@ -169,7 +169,8 @@ class FreeKVAttnBackend(AttentionBackend):
         options = {name: value for name, value in kwargs.items() if value is not None}
         if index is None:
             _expect_heeded(layer, options, _options_of(dense) if options else ())
-            self._unscale(layer)
+            if layer.k_scale_float is not None:  # SGLang's FlashInfer and Triton multiply by scales even what was not divided by them
+                layer.k_scale_float, layer.v_scale_float = self._factors(layer)
             return dense(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
         _expect_heeded(layer, options, ("sinks",))
         if not save_kv_cache or k is None or v is None:
@@ -196,11 +197,6 @@ class FreeKVAttnBackend(AttentionBackend):
             return 1.0, 1.0
         return layer.k_scale_float, layer.v_scale_float
 
-    def _unscale(self, layer: RadixAttention) -> None:
-        """Have SGLang's FlashInfer and Triton not multiply KV of the model's type by a checkpoint's scales: it was not divided by them."""
-        if self.token_to_kv_pool.config.kv_dtype not in SGLANG_FP8 and layer.k_scale_float is not None:
-            layer.k_scale_float = layer.v_scale_float = 1.0  # in each pass, because weights may be loaded again
-
     def support_triton(self) -> bool:
         return self.dense.support_triton()
 
@@ -208,10 +204,10 @@ class FreeKVAttnBackend(AttentionBackend):
 def _stock_backend(model_runner: ModelRunner) -> AttentionBackend:
     """What computes dense and window layers.
 
-    On Hopper it is FlashAttention 3, as in stock SGLang. SGLang's FlashInfer lists each token of each context before a step, which takes one
-    program more than a millisecond at 1M tokens. It knows no learned sinks, and lets the window layers of prompts without a prefix attend to
-    everything before (``extend_no_prefix``). With floats of 8 bits FlashAttention 3 rounds queries, and does not read e5m2. In decode graphs
-    SGLang expects powers of two as its page sizes.
+    On Hopper it is FlashAttention 3, as in stock SGLang. SGLang's FlashInfer lists each token of each context before a step, with one program
+    for each request. It knows no learned sinks, and lets the window layers of prompts without a prefix attend to everything before
+    (``extend_no_prefix``). With floats of 8 bits FlashAttention 3 rounds queries, and does not read e5m2. In decode graphs SGLang expects
+    powers of two as its page sizes.
     """
     pool, kept = model_runner.token_to_kv_pool, model_runner.kv_cache_dtype
     windows = isinstance(pool, WindowedPool)
