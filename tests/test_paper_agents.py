@@ -278,8 +278,8 @@ def level_of(count: int, good: int, run: int = 0, talk: Talk = TALK) -> dict:
     return figures | measured | {"talk": asdict(talk), "retractions": 0, "limits": LIMITS._asdict(), "run": run}
 
 
-def ladder(left=lambda key: True, load: str = agents.LOAD) -> Ladder:
-    return Ladder(PLAN, LIMITS, (4, 8, 16, 32), left, load=load)
+def ladder(left=lambda key: True) -> Ladder:
+    return Ladder(PLAN, LIMITS, (4, 8, 16, 32), left)
 
 
 @contextmanager
@@ -401,7 +401,7 @@ def test_what_is_asked_for_is_what_is_measured(tmp_path, monkeypatch):
     called(monkeypatch, tmp_path, "--systems", "freekv", "--agents", "9", "3", "--only", "freekv/3", "--seconds", "70")
     ([system], asked, *_), _ = ran.call_args
     assert system.name == "freekv" and system.setup.context_length >= WHOLE.longest + 8 and system.setup.host_memory == 75
-    assert (asked.rates, asked.asked, asked.load) == ((3, 9), Plan(WHOLE, 70.0, 1.0), "accurate-by-layer")
+    assert (asked.rates, asked.asked) == ((3, 9), Plan(WHOLE, 70.0, 1.0))
     assert asked.next({}, "freekv") == 3 and asked.next({"freekv/3": level_of(3, 10)}, "freekv") is None
     called(monkeypatch, tmp_path, "--device", "cpu")
     (systems, asked, *_), _ = ran.call_args

@@ -665,20 +665,23 @@ def test_a_goodput_that_is_there_starts_no_server(tmp_path):
     for system in goodput.SYSTEMS:
         report.add(f"{system}/0.5", rate_of(0.5, 9))
         report.add(f"{system}/1", rate_of(1, 4))
+    client, systems = SimpleNamespace(setup=LLAMA, directory=tmp_path), [goodput.system_of(name, LLAMA) for name in goodput.SYSTEMS]
     with mock.patch.object(goodput, "running", no_server):
-        goodput.run(SimpleNamespace(setup=LLAMA, directory=tmp_path), goodput.SYSTEMS, ladder(), report, Clock(5, 60))
+        goodput.run(client, systems, ladder(), report, Clock(5, 60))
         assert not report.failures
         del report.results["stock/1"]
-        goodput.run(SimpleNamespace(setup=LLAMA, directory=tmp_path), goodput.SYSTEMS, ladder(), report, Clock(5, 60))
+        goodput.run(client, systems, ladder(), report, Clock(5, 60))
     assert [failure.split(":")[0] for failure in report.failures] == ["server stock"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_server_climbs_until_it_is_saturated_or_fails(fails, tmp_path, monkeypatch):
-    loads = []
+@pytest.mark.parametrize("name, preset, load", [("freekv", "accurate", "accurate-by-layer"), ("freekv-fast", "fast", "tau-0.9-by-layer")])
+def test_a_server_climbs_until_it_is_saturated_or_fails(name, preset, load, fails, tmp_path, monkeypatch):
+    loads, started = [], []
 
     @contextmanager
-    def running(*arguments):
+    def running(setup, base, *arguments):
+        started.append((setup.preset, base))
         yield SimpleNamespace(facts=dict, set_load=loads.append)
 
     def measure(client, server, questions, rate):
@@ -687,13 +690,27 @@ def test_a_server_climbs_until_it_is_saturated_or_fails(fails, tmp_path, monkeyp
         return rate_of(rate, {0.5: 9, 1.0: 10, 2.0: 4}[rate])
 
     report, client = Report("goodput", tmp_path), SimpleNamespace(setup=LLAMA, directory=tmp_path, run=lambda *arguments: {})
-    for name, stand_in in (("running", running), ("measure", measure), ("warm", lambda *arguments: [])):
-        monkeypatch.setattr(goodput, name, stand_in)
-    goodput.run(client, ["freekv"], ladder(), report, Clock(5, 60))
-    assert list(report.results) == (["freekv/0.5"] if fails else ["freekv/0.5", "freekv/1", "freekv/2"])
-    assert report.finish() == int(fails) and report.results["freekv/0.5"]["goodput"] == 0.45
-    assert loads == [LLAMA.named_load("tau-0.9-by-layer", QUESTIONS.tokens)]
-    assert {result["load"] for result in report.results.values()} == {"tau-0.9-by-layer"}
+    for what, stand_in in (("running", running), ("measure", measure), ("warm", lambda *arguments: [])):
+        monkeypatch.setattr(goodput, what, stand_in)
+    goodput.run(client, [system := goodput.system_of(name, LLAMA)], ladder(), report, Clock(5, 60))
+    assert list(report.results) == ([f"{name}/0.5"] if fails else [f"{name}/0.5", f"{name}/1", f"{name}/2"])
+    assert report.finish() == int(fails) and report.results[f"{name}/0.5"]["goodput"] == 0.45
+    assert started == [(preset, "freekv")] and loads == [system.setup.named_load(load, QUESTIONS.tokens)]
+    assert {result["load"] for result in report.results.values()} == {load}
+
+
+def test_stock_sglang_replays_no_load(tmp_path, monkeypatch):
+    loads = []
+
+    @contextmanager
+    def running(*arguments):
+        yield SimpleNamespace(facts=dict, set_load=loads.append)
+
+    report, client = Report("goodput", tmp_path), SimpleNamespace(setup=LLAMA, directory=tmp_path, run=lambda *arguments: {})
+    for what, stand_in in (("running", running), ("measure", lambda *arguments: rate_of(1, 1)), ("warm", lambda *arguments: [])):
+        monkeypatch.setattr(goodput, what, stand_in)
+    goodput.run(client, [goodput.system_of("stock", LLAMA)], ladder(), report, Clock(5, 60))
+    assert loads == [None] and all("load" not in result for result in report.results.values())
 
 
 def test_the_table_of_goodputs():

@@ -33,17 +33,16 @@ from benchmarks.clock import Clock
 from benchmarks.paper.capacity import System
 from benchmarks.paper.conversations import Crew, Talk, Window
 from benchmarks.paper.crossover import BACKENDS, FASTER
-from benchmarks.paper.goodput import LEAST_START_S, Ladder, Limits, add_limits, best_of, point_of, rows_of
-from benchmarks.profiles import BY_PRESET
+from benchmarks.paper.goodput import FREEKV, LEAST_START_S, REPLAYED, Ladder, Limits, add_limits, best_of, point_of, rows_of
 from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffixed, table
 from benchmarks.servers import BenchServer, Stream, keep_log, running
 from benchmarks.setups import SHAPES, Setup, hicache_flags
 from benchmarks.timing import Ceilings
 from sglang_freekv.presets import DEFAULT_PRESET
 
-HICACHE, FREEKV = "stock-hicache", "freekv"
+HICACHE = "stock-hicache"
 SYSTEMS = (*FASTER, HICACHE, FREEKV)
-LOAD = f"{DEFAULT_PRESET}-by-layer"
+LOAD = REPLAYED[FREEKV]
 SCALE = 16  # of a trial
 FULL = {"agents": (4, 8, 16, 32, 64), "seconds": 60.0, "apart": 1.0, "turns": 12, "think": 2.0, "systems": SYSTEMS}
 DRY = {"agents": (1, 2), "seconds": 10.0, "apart": 0.5, "turns": 4, "think": 0.5, "systems": (FASTER[-1], FREEKV)}
@@ -122,12 +121,12 @@ def measure(server: BenchServer, plan: Plan, agents: int, deadline_s: float) -> 
 def climb(server: BenchServer, system: System, ladder: Ladder[Plan], report: Report, clock: Clock) -> None:
     """Level after level; one that fails is the last, for those above it ask for more."""
     setup, plan, failures = system.setup, ladder.asked, len(report.failures)
-    replayed = {"load": ladder.load} if system.base == "freekv" and setup.shape != "needle" else {}
+    replayed = {"load": LOAD} if system.base == "freekv" and setup.shape != "needle" else {}
     report.note(**{f"server {system.name}": server.facts()})
     server.set_load(None)
     ttft.warm_up(server, clock.left())
     if replayed:
-        server.set_load(setup.named_load(ladder.load, plan.talk.usual))
+        server.set_load(setup.named_load(LOAD, plan.talk.usual))
     while len(report.failures) == failures and (agents := ladder.next(report.results, system.name)) is not None:
         key = f"{system.name}/{agents:g}"
         with report.part(key):
@@ -186,7 +185,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=192, help="tokens of each turn")
     parser.add_argument("--observation", type=int, default=2048, help="tokens appended to an answer, in the mean")
     parser.add_argument("--host-memory", type=float, default=75, metavar="GIB", help="of FreeKV's host pool, and of HiCache's")
-    parser.add_argument("--load", choices=BY_PRESET, default=LOAD, help="that FreeKV replays")
     add_limits(parser)
     options = parser.parse_args()
     options = argparse.Namespace(**((DRY if options.device == "cpu" else FULL) | vars(options)))
@@ -214,7 +212,7 @@ def measure_all(options: argparse.Namespace, setup: Setup, plan: Plan, limits: L
     """
     known, since = systems_of(setup), len(report.runs) - 1 if options.force else 0
     systems = [known[name] for name in options.systems]
-    ladder = Ladder(plan, limits, tuple(sorted(set(options.agents))), chosen(options), since, options.load)
+    ladder = Ladder(plan, limits, tuple(sorted(set(options.agents))), chosen(options), since)
     if any(ladder.next(report.results, system.name) is not None for system in systems):
         if any(result["talk"] != asdict(plan.talk) for result in report.results.values()):
             raise SystemExit(f"{report.path}: expected results of {plan.talk} alone, found others; give --suffix NAME")

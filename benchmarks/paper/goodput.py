@@ -6,6 +6,8 @@
 
 Requests of ``sglang.bench_serving`` ask about a few long documents. Each rate begins with all documents in the prefix tree and no question
 there; what a document costs that is not there is told apart, as ``cold_ttfts_s``. Rates rise until a server is saturated.
+
+``freekv`` has the server's default preset, ``freekv-fast`` the preset fast; each replays its own load.
 """
 
 from __future__ import annotations
@@ -15,20 +17,25 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from benchmarks.bench_load import DETAILS, SERIAL, SHARED, SYSTEMS, Client, TextSetup, measure_on
+from benchmarks.bench_load import DETAILS, SERIAL, SHARED, Client, TextSetup, measure_on
 from benchmarks.clock import Clock
-from benchmarks.paper.capacity import request_bytes
-from benchmarks.profiles import LOADS, NEAREST
+from benchmarks.paper.capacity import System, request_bytes
+from benchmarks.profiles import NEAREST
 from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffixed, table
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
 from benchmarks.tpot import missed_of
+from sglang_freekv.presets import DEFAULT_PRESET
 
+STOCK, FREEKV, FAST = "stock", "freekv", "freekv-fast"
+SYSTEMS = STOCK, FREEKV, FAST
+PRESETS = {FREEKV: DEFAULT_PRESET, FAST: "fast"}
+REPLAYED = {FREEKV: f"{DEFAULT_PRESET}-by-layer", FAST: NEAREST}  # of LOADS or BY_PRESET
 RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)  # requests per second; SGLang's tokenizer takes some 80 ms for a document's prompt
 ENOUGH = 0.9  # of the requests of a rate, within limits
 WARM_QUESTION, WARM_ANSWER = 1, 8  # tokens
@@ -121,7 +128,6 @@ class Ladder(Generic[Asked]):
         rates: ascending.
         left: whether a key, ``SYSTEM/rate``, may be measured; what may not is passed over.
         since: the first run whose results count.
-        load: of ``LOADS`` or ``BY_PRESET``, that FreeKV replays.
     """
 
     asked: Asked
@@ -129,7 +135,6 @@ class Ladder(Generic[Asked]):
     rates: tuple[float, ...]
     left: Callable[[str], bool]
     since: int = 0
-    load: str = NEAREST
 
     def next(self, results: dict, system: str) -> float | None:
         """The lowest rate to be measured yet; None if there is none below saturation."""
@@ -163,33 +168,40 @@ def measure(client: Client, server: BenchServer, questions: Questions, rate: flo
     return result | {"rate": rate, "tpots": tpots, "cold_ttfts_s": cold, "request_bytes": moved}
 
 
-def climb(client: Client, system: str, ladder: Ladder[Questions], report: Report, clock: Clock) -> None:
+def system_of(name: str, setup: Setup) -> System:
+    """A server of ``SYSTEMS``."""
+    return System(name, FREEKV, replace(setup, preset=PRESETS[name])) if name in PRESETS else System(name, STOCK, setup)
+
+
+def climb(client: Client, system: System, ladder: Ladder[Questions], report: Report, clock: Clock) -> None:
     """One server, rate after rate; one that fails is the last, for those above it ask for more."""
-    setup, questions = client.setup, ladder.asked
-    with running(setup, system, client.directory, clock.left_to_start(LEAST_START_S)) as server:
-        report.note(**{f"server {system}": server.facts()})
-        server.set_load(None if setup.shape == "needle" else setup.named_load(ladder.load, questions.tokens))
+    setup, questions = system.setup, ladder.asked
+    load = REPLAYED.get(system.name) if setup.shape != "needle" else None
+    replayed = {"load": load} if load else {}
+    with running(setup, system.base, client.directory, clock.left_to_start(LEAST_START_S)) as server:
+        report.note(**{f"server {system.name}": server.facts()})
+        server.set_load(setup.named_load(load, questions.tokens) if load else None)
         client.deadline_s = clock.left()
         warm(client, server, questions)  # everything compiles: documents, then questions that hit them
         client.run(server, f"{SHARED}/inf", questions.flags(2, questions.question, WARM_ANSWER))
         failures = len(report.failures)
-        while len(report.failures) == failures and (rate := ladder.next(report.results, system)) is not None:
-            key = f"{system}/{rate:g}"
+        while len(report.failures) == failures and (rate := ladder.next(report.results, system.name)) is not None:
+            key = f"{system.name}/{rate:g}"
             with report.part(key):
                 client.deadline_s = clock.left(LEAST_RATE_S)
                 result = measure(client, server, questions, rate)
                 point = point_of(result, ladder.limits)
-                report.add(key, result | {"limits": ladder.limits._asdict(), "load": ladder.load} | point._asdict())
+                report.add(key, result | {"limits": ladder.limits._asdict()} | replayed | point._asdict())
                 say(f"{key}: {point.goodput:.3g} requests per second within limits, {point.within:.0%} of them")
 
 
-def run(client: Client, systems: Sequence[str], ladder: Ladder[Questions], report: Report, clock: Clock) -> None:
+def run(client: Client, systems: Sequence[System], ladder: Ladder[Questions], report: Report, clock: Clock) -> None:
     """One server after the other; none of which nothing is left."""
     for system in systems:
-        if ladder.next(report.results, system) is not None:
-            with report.part(f"server {system}"):
+        if ladder.next(report.results, system.name) is not None:
+            with report.part(f"server {system.name}"):
                 climb(client, system, ladder, report, clock)
-            keep_log(client.directory / f"{system}.log", report.path, system)
+            keep_log(client.directory / f"{system.base}.log", report.path, system.name)
 
 
 def rows_of(results: dict, limits: Limits, systems: Sequence[str] = SYSTEMS, level: str = "rate") -> list[tuple[str, float, Point, dict]]:
@@ -215,8 +227,8 @@ def goodputs(results: dict, limits: Limits) -> str:
     rows = [(system, rate, *point, *(result[name] for name in COLUMNS)) for system, rate, point, result in rows_of(results, limits)]
     best = best_of(results, limits)
     told = ", ".join(f"{system} {goodput:.3g}" for system, goodput in best.items())
-    stock, ours = (best.get(system) for system in SYSTEMS)
-    ratio = f"; freekv / stock {ours / stock:.3g}" if stock and ours is not None else ""
+    stock, ours = best.get(STOCK), best.get(FREEKV)
+    ratio = f"; {FREEKV} / {STOCK} {ours / stock:.3g}" if stock and ours is not None else ""
     return f"{table(('documents in the tree', *HEADER), rows)}\nbest goodput, requests per second: {told or 'none'}{ratio}"
 
 
@@ -247,7 +259,6 @@ def main() -> int:
     parser.add_argument("--question", type=int, default=512, help="tokens")
     parser.add_argument("--answer", type=int, default=256, help="tokens")
     parser.add_argument("--host-memory", type=float, default=40, metavar="GIB", help="FreeKV's --freekv-host-memory")
-    parser.add_argument("--load", choices=LOADS, default=NEAREST, help="that FreeKV replays")
     add_limits(parser)
     options = parser.parse_args()
     if options.requests < options.groups:
@@ -267,13 +278,14 @@ def main() -> int:
     report = Report(name, options.out)
     if not options.tables:
         since = len(report.runs) - 1 if options.force else 0
-        ladder = Ladder(questions, limits, tuple(sorted(options.rates)), chosen(options), since, options.load)
+        ladder = Ladder(questions, limits, tuple(sorted(options.rates)), chosen(options), since)
         if any(ladder.next(report.results, system) is not None for system in options.systems):
             report.ensure_one_device(lambda key: True)
             report.note(ceilings=asdict(Ceilings.measure_apart(options.device)))
         with tempfile.TemporaryDirectory() as scratch:
             client = Client(setup, Path(scratch), options.part_seconds)
-            run(client, options.systems, ladder, report, Clock(options.minutes, options.part_seconds))
+            systems = [system_of(name, setup) for name in options.systems]
+            run(client, systems, ladder, report, Clock(options.minutes, options.part_seconds))
     return report.finish(goodputs(report.results, limits))
 
 

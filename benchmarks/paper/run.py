@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from benchmarks.clock import Clock, OutOfTime
-from benchmarks.paper import agents, crossover
+from benchmarks.paper import agents, crossover, goodput
 from benchmarks.profiles import NEAREST
 from benchmarks.report import JOINT_RUN, ROOT, arguments, chosen, say
 from benchmarks.stamp import command
@@ -77,13 +77,13 @@ A_MILLION = (
     *("--freekv-flags=--freekv-kv-dtype int8 --mem-fraction-static 0.75", "--loads", NEAREST, "--only", "*/1024k/b1"),
     *("--contexts", "1048576", "--batches", "1", "--max-running", "1", "--host-memory", "70", "--part-seconds", "1000"),
 )
-LONG = (  # a prefill of minutes, and 126 GiB on the host
-    *("--contexts", "524288", "1048576", "--batches", "1", "--max-running", "1"),
-    *("--host-memory", "126", "--part-seconds", "1400", "--passes", "1"),
-)
+LONG = "--batches", "1", "--max-running", "1", "--part-seconds", "1400", "--passes", "1"  # a prefill of minutes; 62 or 124 GiB on the host
+HALF_A_MILLION = *LONG, "--contexts", "524288", "--host-memory", "64"
+A_MILLION_IN_BF16 = *LONG, "--contexts", "1048576", "--host-memory", "126"
 LARGE = ("--contexts", "32768", "131072", "--batches", "16", "8", "1", "--most-tokens", "1100000", "--loads", NEAREST)
 SMALLER = "--max-running", "16", "--loads", NEAREST
-RATES = "--seconds", "60", "--requests", "1000"
+FA3 = "--stock-flags=--attention-backend fa3"
+RATES = "--seconds", "60", "--requests", "1000", "--rates"
 MAIN = (crossover.DEFAULT,), (crossover.RESIDENT,), *((name,) for name in crossover.FASTER)
 CONTEXTS = ("--contexts", "2048", "8192", "32768", "131072", "--loads", NEAREST)
 SAME_KV = (f"freekv-{crossover.SAME}", f"{crossover.DEFAULT}-{crossover.SAME}"), (f"stock-{crossover.SAME}", crossover.HICACHE)
@@ -91,13 +91,16 @@ JOBS = (  # the longest first, so that GPUs come to an end together
     *Job("crossover", LLAMA, "8-bit", A_MILLION, part="1024k").of((crossover.RESIDENT,)),
     *Job("crossover", LLAMA, more=CONTEXTS).of(*MAIN),
     Job("latency", LLAMA),
-    *Job("goodput", LLAMA, more=("--stock-flags=--attention-backend fa3", *RATES)).of(("freekv",), ("stock",)),
+    *Job("goodput", LLAMA, more=(*RATES, "4", "5", "6", "7", "8")).of((goodput.FREEKV,), (goodput.FAST,)),
+    *Job("goodput", LLAMA, more=(FA3, *RATES, "3", "3.5", "4", "4.5")).of((goodput.STOCK,)),
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
-    *Job("crossover", LLAMA, "same-kv", ("--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000")).of(*SAME_KV),
-    *Job("crossover", LLAMA, "long", LONG).of((crossover.DEFAULT,), crossover.FASTER[:1]),
-    *Job("goodput", LLAMA, "flashinfer", RATES).of(("freekv",), ("stock",)),
+    *Job("crossover", LLAMA, "same-kv", (FA3, "--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000")).of(
+        *SAME_KV
+    ),
+    *Job("crossover", LLAMA, "long", A_MILLION_IN_BF16, part="1024k").of((crossover.DEFAULT,), crossover.FASTER[:1]),
+    *Job("crossover", LLAMA, "long", HALF_A_MILLION, part="512k").of((crossover.DEFAULT,), crossover.FASTER[:1]),
     *Job("crossover", "qwen3-32b", more=("--batches", "16", "4", "1", "--most-tokens", "140000", *SMALLER)).of(*MAIN),
     *Job("crossover", "qwen3-30b-a3b", more=SMALLER).of(*MAIN),
     Job("ablation", LLAMA),

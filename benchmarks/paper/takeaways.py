@@ -132,6 +132,7 @@ def _load(facts: dict) -> Iterator[str]:
     best = facts.get("goodput", {})
     if {"stock", "freekv"} <= best.keys():
         limits, late, rate = facts["limits"], facts["p99_ttft_ms"], best["stock"]
+        fast = f" With `fast` it answers {best['freekv-fast']:.1f}." if "freekv-fast" in best else ""
         tail = ""
         if {("stock", rate), ("freekv", rate)} <= late.keys():
             ours, theirs = (f"{late[system, rate] / 1e3:.2f} s" for system in ("freekv", "stock"))
@@ -139,7 +140,7 @@ def _load(facts: dict) -> Iterator[str]:
         yield (
             f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
             f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
-            f"requests per second and stock SGLang {best['stock']:.1f}, {facts['under load']}.{tail}"
+            f"requests per second and stock SGLang {best['stock']:.1f}, {facts['under load']}.{fast}{tail}"
         )
 
 

@@ -11,6 +11,9 @@ from benchmarks.report import markdown
 from .names import SYSTEMS
 from .section import Section
 
+NAMES = SYSTEMS | {goodput.FAST: f"{SYSTEMS['freekv']} with `fast`"}
+DRAWN = {name: (SYSTEMS[name], "") for name in SYSTEMS} | {goodput.FAST: (SYSTEMS["freekv"], "fast")}
+
 
 def of_goodput(path: Path, directory: Path) -> Section:
     section = Section.of("Goodput under load", path, directory)
@@ -22,19 +25,17 @@ def of_goodput(path: Path, directory: Path) -> Section:
     for name in ("p99_ttft_ms", "median_ttft_ms"):
         section.facts[name] = {(system, rate): result[name] for system, rate, _, result in rows}
     section.facts |= {"goodput": best, "limits": limits, "under load": _where(section)}
-    loads = sorted({f"`{result['load']}`" for system, *_, result in rows if system == "freekv" and "load" in result})
-    resident = f" FreeKV keeps pages on the device while there is room, and replays the load {', '.join(loads)}."
-    replayed = resident if loads else " Nothing is resident in FreeKV's."
+    loads = {system: result["load"] for system, *_, result in rows if "load" in result}
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
         f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. "
         f"*Ended / s* divides all requests by the time from the first request to the end of the last answer. Requests come at random "
         f"times, so that time is longer or shorter than the rate says. `sglang.bench_serving` asks about documents "
         f"of 32K tokens that are in the prefix tree. Each rate lasts {lasted:.0f} s. The rates of a system end where its goodput falls, or "
-        f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.{replayed}",
+        f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.{_replayed(loads)}",
         markdown(
             ("system", "rate", "goodput", "within limits", "ended / s", "TTFT, ms", "p99", "TPOT, ms", "p99", "tokens/s", "hit rate"),
-            [(SYSTEMS[system], rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
+            [(NAMES[system], rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
         ),
     )
     possible = {system: _possible(section, result) for system, *_, result in rows}
@@ -42,13 +43,13 @@ def of_goodput(path: Path, directory: Path) -> Section:
         "*Most possible* is the rate at which the link or the device memory is always busy. Weights are left out, and no context is shared."
         + (" FreeKV's has every prefix come from the host, which resident pages need not." if loads else "")
         + (" A share above 1: the rate was over before waiting requests were too late." if _over(best, possible) else "")
-        + cut_short(rows, best, SYSTEMS),
+        + cut_short(rows, best, NAMES),
         markdown(
             ("system", "best goodput", "most possible", "share"),
-            [(SYSTEMS[system], found, possible[system], found / possible[system]) for system, found in best.items()],
+            [(NAMES[system], found, possible[system], found / possible[system]) for system, found in best.items()],
         ),
     )
-    lines = {(SYSTEMS[each], ""): [(rate, point.goodput) for name, rate, point, _ in rows if name == each] for each in best}
+    lines = {DRAWN[each]: [(rate, point.goodput) for name, rate, point, _ in rows if name == each] for each in best}
     title, unit = f"{section.shape}: requests per second within limits", "within limits"
     section.picture("rates", plots.curves, title, "requests per second, offered", unit, lines, "FreeKV", diagonal="all within limits")
     return section
@@ -59,6 +60,12 @@ def _where(section: Section) -> str:
     told = [section.backend(result, "stock") for key, result in section.results.items() if key.startswith("stock/")]
     backends = " and ".join(dict.fromkeys(filter(None, told)))
     return f"on {section.devices(section.results.values())} against {backends or 'stock SGLang'}"
+
+
+def _replayed(loads: dict[str, str]) -> str:
+    """By system of FreeKV."""
+    kept = f" {SYSTEMS['freekv']} has its default preset if nothing is said, and keeps pages on the device while there is room."
+    return kept + "".join(f" {NAMES[system]} replays the load `{load}`." for system, load in loads.items()) if loads else ""
 
 
 def _over(best: dict[str, float], possible: dict[str, float]) -> bool:
