@@ -313,6 +313,16 @@ def test_each_card_has_its_file_its_section_and_its_takeaways(tmp_path, undrawn)
     ]
 
 
+def test_very_long_contexts_are_in_the_title_and_without_stock_in_no_takeaway(tmp_path):
+    results = {"freekv-default/512k/b1": served(524288, 1, 0.01, 100, prefix="hit")}
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results, suffix="-long", device="H200"), tmp_path)
+    assert section.markdown.startswith("## Against stock SGLang, on H200, from 512K on: Llama-3.1-8B\n")
+    assert "| 512k/b1 | - | hit | 10.00 / - |" in section.markdown and "servers" not in section.facts and not list(tmp_path.glob("*.png"))
+    results["freekv-default/128k/b1"] = served(131072, 1, 0.01, 100, prefix="hit")
+    section = SECTIONS["crossover"](write(tmp_path, "crossover", results, device="H200"), tmp_path)
+    assert section.markdown.startswith("## Against stock SGLang, on H200: Llama-3.1-8B\n")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("paper-*.json")), ids=lambda path: path.stem)
 def test_what_stands_side_by_side_is_of_one_kind_of_card(path):
     written = json.loads(path.read_text())

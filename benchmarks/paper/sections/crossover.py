@@ -18,6 +18,7 @@ from .section import Aim, Section, ms
 from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, TOLD
 
 AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
+VERY_LONG = 524288  # tokens, of contexts that a section's title tells of
 NAMED = {system: BACKENDS[backend] for system, backend in zip(crossover.FASTER, crossover.BACKENDS)}
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
 LONGER = (
@@ -29,6 +30,8 @@ LONGER = (
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
     section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}{', earlier code' * (section.key in EARLIER)}"
+    shortest = min(result["cell"]["context"] for result in section.results.values())
+    section.figure += f", from {shortest // 1024}K on" if shortest >= VERY_LONG else ""
     section.add(
         "A cell is a context and a number of distinct random prompts that are sent at once. Figures are FreeKV's / stock SGLang's. Cells "
         "in which FreeKV is slower come first. TPOT and *decoding*, in tokens per second, are taken while the most requests decode "
@@ -53,10 +56,11 @@ def of_crossover(path: Path, directory: Path) -> Section:
         if title in DRAWN:
             what, unit = ("decoding together", "tokens per second") if title == SAME else ("time per token", "ms")
             drawn, lines = f"{section.shape}, {title}, {where}: {what}", _curves(rows, title)
-            section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
+            if any(row.theirs for row in rows):
+                section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
             if title == SAME:
                 section.facts |= _memory(rows, held["theirs"], where)
-            else:
+            elif any(row.tpot[2] for row in rows):
                 told = {"earlier": section.key in EARLIER, "longer": {batch: ratio for batch, *_, ratio in longer}}
                 bits = _in_8_bits(section).strip(", ")
                 section.facts.setdefault("servers", {})[title] = _server(title, rows, where, bits) | told

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.paper import goodput, plots
 from benchmarks.report import markdown
 
-from .names import SYSTEMS
+from .names import ABOUT_LOAD, SYSTEMS
 from .section import Section
 
 NAMES = SYSTEMS | {goodput.FAST: f"{SYSTEMS['freekv']} with `fast`"}
@@ -38,6 +38,7 @@ def of_goodput(path: Path, directory: Path) -> Section:
             [(NAMES[system], rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
         ),
     )
+    section.add(*filter(None, [ABOUT_LOAD.get(section.key)]))
     possible = {system: _possible(section, result) for system, *_, result in rows}
     section.add(
         "*Most possible* is the rate at which the link or the device memory is always busy. Weights are left out, and no context is shared."

@@ -16,6 +16,8 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
     "llama-3.1-8b-8-bit": "Two GPUs of one host were measured beside each other. Cells of 128K with the preset `fast` were measured once, and "
     "all of 128K while FlashInfer computed FreeKV's dense layer. All pages of the prompt of 1M tokens were on the device. Another prompt of "
     "that length, computed cold beside tests, had its first token after 556 s.",
+    "llama-3.1-8b-long": "All pages were on the device, beside a copy on the host. The prompt was computed cold once, and stock SGLang was not "
+    "measured beside it.",
     "llama-3.1-8b-recalled": "These figures are of earlier code. FlashInfer computed its dense layer, and most cells keep no page on the device.",
     "minimax-m2-cut": "With dummy weights all tokens of a batch are routed to nearly the same experts. A step then reads fewer weights than "
     "the least time counts, and in service both sides take longer. One layer of the six is dense, where the whole model has one of 62. "
@@ -25,6 +27,10 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
     "gpt-oss-20b": "Twelve of the 24 layers have full attention, and both systems keep the windows of the others on the device. Experts are in "
     "MXFP4. With dummy weights all tokens of a batch are routed to nearly the same ones, and in service both sides take longer. Other GPUs of "
     "the host ran tests meanwhile.",
+}
+ABOUT_LOAD = {  # the same of a load
+    "llama-3.1-8b": "Beyond 5 requests per second FreeKV's wait for SGLang's tokenizer. It takes some 80 ms for a document's prompt, one "
+    "prompt after the other, and it streams all answers, too. FreeKV's scheduler had no queue then. Stock SGLang is bound by its decode steps.",
 }
 EARLIER = ("llama-3.1-8b-recalled",)  # of code before that of the shape's other files
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
