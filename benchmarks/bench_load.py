@@ -201,12 +201,13 @@ class Counts:
         self.server, self.totals, self.log_begins = server, (server.state() or {}).get("totals"), len(server.logged())
 
     def at_rest(self) -> dict:
-        """Retractions, and FreeKV's totals; the tree is emptied.
+        """Retractions, the most that the scheduler's queue held, and FreeKV's totals; the tree is emptied.
 
         Raises:
             RuntimeError: something is held when all is done, or the server logged an error.
         """
-        server, found = self.server, {"retractions": self.server.retractions(self.log_begins)}
+        server, begins = self.server, self.log_begins
+        found = {"retractions": server.retractions(begins), "most_queued": server.most_queued(begins)}
         server.flush()
         time.sleep(1)
         if (state := server.state()) is not None:

@@ -142,6 +142,10 @@ class BenchServer(Server):
         """Requests that it retracted, by what its log has from the character ``begins`` on."""
         return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self.logged()[begins:])))
 
+    def most_queued(self, begins: int = 0) -> int:
+        """The most requests that waited in its scheduler, as :meth:`retractions`. Those that wait for the tokenizer are not there yet."""
+        return max(map(int, re.findall(r"#queue-req: (\d+)", self.logged()[begins:])), default=0)
+
     def fault(self) -> str | None:
         """What its log tells that went wrong."""
         log = self.logged()

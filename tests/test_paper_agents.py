@@ -72,6 +72,9 @@ class Scripted:
     def logged(self) -> str:
         return ""
 
+    def most_queued(self, begins: int) -> int:
+        return 0
+
     def retractions(self, begins: int) -> int:
         return 0
 
@@ -255,10 +258,11 @@ def test_a_level_begins_with_an_empty_tree_and_tells_the_servers_counts(monkeypa
     monkeypatch.setattr(agents, "SETTLE_S", 0)
     server, states = Scripted(), [holding(9), holding(0) | {"totals": {"selected_units": 10}}]
     server.state = lambda: states.pop(0)
-    server.logged, server.retractions = lambda: "four", lambda begins: begins
+    server.logged, server.retractions, server.most_queued = lambda: "four", lambda begins: begins, lambda begins: begins + 3
     found = agents.measure(server, PLAN, 2, 60)
     assert found["totals"] == {"selected_units": 6} and found["at_rest"] == {"host_pages_used": 0, "rows_used": 0}
     assert (found["agents"], found["talk"], found["retractions"], server.flushed) == (2, asdict(TALK), 4, 2)
+    assert found["most_queued"] == 7
     assert found["turns"] == len(found["ttfts"]) > 0
 
 

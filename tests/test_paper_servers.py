@@ -615,9 +615,11 @@ def test_goodput_by_hand():
     line = {"itls": [[0.04] * 10, [0.06] * 10, [], [0.01, 0.09, 0.01]], "output_lens": [11, 11, 1, 4], "ttfts": [1.9, 0.1, 2.0, 0.5]}
     tpots = goodput.tpots_of(line)
     assert tpots == pytest.approx([0.04, 0.06, 0.0, 0.11 / 3])
-    result = line | {"tpots": tpots, "rate": 3.0, "duration": 8.0}
-    assert goodput.point_of(result, Limits(2.0, 0.05)) == (1.5, 2 / 4)  # the second is slow, the third late
-    assert goodput.point_of(result, Limits(2.1, 0.05)) == (2.25, 3 / 4)
+    result = line | {"tpots": tpots, "rate": 3.0, "duration": 4.61}  # the last came after 4 s
+    assert goodput.offered_of(result) == pytest.approx(0.75), "three came behind the first, whatever rate was asked for"
+    assert goodput.point_of(result, Limits(2.0, 0.05)) == (pytest.approx(0.375), 2 / 4)  # the second is slow, the third late
+    assert goodput.point_of(result, Limits(2.1, 0.05)) == (pytest.approx(0.5625), 3 / 4)
+    assert goodput.offered_of({"rate": 3.0}) == 3.0, "a level of agents"
 
 
 @pytest.mark.parametrize(
@@ -716,7 +718,7 @@ def test_stock_sglang_replays_no_load(tmp_path, monkeypatch):
 def test_the_table_of_goodputs():
     results = {"freekv/1": rate_of(1, 6), "freekv/0.5": rate_of(0.5, 9), "stock/0.5": rate_of(0.5, 3)}
     *_, first, second, last = (shown := goodput.goodputs(results, Limits(2.0, 0.05))).splitlines()
-    assert first.split()[:4] == ["freekv", "0.5", "0.45", "0.9"] and second.split()[:4] == ["freekv", "1", "0.6", "0.6"]
+    assert first.split()[:5] == ["freekv", "0.5", "0.5", "0.45", "0.9"] and second.split()[:5] == ["freekv", "1", "1", "0.6", "0.6"]
     assert last == "best goodput, requests per second: stock 0.15, freekv 0.6; freekv / stock 4" and shown.count("\n") == 4
     assert goodput.goodputs({}, Limits(2.0, 0.05)).endswith("requests per second: none")
 

@@ -41,7 +41,7 @@ ENOUGH = 0.9  # of the requests of a rate, within limits
 WARM_QUESTION, WARM_ANSWER = 1, 8  # tokens
 LEAST_START_S, LEAST_RATE_S = 150, 60  # that a server, and a rate, is begun with
 COLUMNS = ("request_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput", "hit_rate")
-HEADER = ("rate", "goodput", "within", "ended/s", "TTFT ms", "p99", "TPOT ms", "p99", "tokens/s", "hit rate")
+HEADER = ("rate", "offered", "goodput", "within", "ended/s", "TTFT ms", "p99", "TPOT ms", "p99", "tokens/s", "hit rate")
 RATIO = 0.999  # of shortest to longest; see bench_load for why it is not 1
 
 
@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 
 
 class Point(NamedTuple):
-    """What a server made of a rate: the share of it that was within limits, as requests per second and as such."""
+    """What a server made of a rate: the share of what was offered that was within limits, as requests per second and as such."""
 
     goodput: float
     within: float
@@ -103,11 +103,22 @@ def tpots_of(line: dict) -> list[float]:
     return [sum(gaps) / max(1, count - 1) for gaps, count in zip(line["itls"], line["output_lens"])]
 
 
+def offered_of(result: dict) -> float:
+    """Requests per second that came. bench_serving draws random times between requests, so this is not the rate that it is asked for.
+
+    Of bench_serving the last answer's end is known, and how long that answer took. A level of agents tells the rate itself.
+    """
+    if "duration" not in result:
+        return result["rate"]
+    answered = result["ttfts"][-1] + result["tpots"][-1] * (result["output_lens"][-1] - 1)
+    return (len(result["ttfts"]) - 1) / (result["duration"] - answered)
+
+
 def point_of(result: dict, limits: Limits) -> Point:
-    """By the rate that was offered: the time until the last answer's end is longer the slower answers are that are within limits."""
+    """By what was offered: the time until the last answer's end is longer the slower answers are that are within limits."""
     good = sum(ttft < limits.ttft_s and tpot < limits.tpot_s for ttft, tpot in zip(result["ttfts"], result["tpots"], strict=True))
     within = good / max(1, len(result["ttfts"]))
-    return Point(within * result["rate"], within)
+    return Point(within * offered_of(result), within)
 
 
 def saturated(points: Sequence[Point]) -> bool:
@@ -224,7 +235,10 @@ def best_of(results: dict, limits: Limits, *order) -> dict[str, float]:
 
 def goodputs(results: dict, limits: Limits) -> str:
     """Rate by rate, and the best of each system."""
-    rows = [(system, rate, *point, *(result[name] for name in COLUMNS)) for system, rate, point, result in rows_of(results, limits)]
+    rows = [
+        (system, rate, offered_of(result), *point, *(result[name] for name in COLUMNS))
+        for system, rate, point, result in rows_of(results, limits)
+    ]
     best = best_of(results, limits)
     told = ", ".join(f"{system} {goodput:.3g}" for system, goodput in best.items())
     stock, ours = best.get(STOCK), best.get(FREEKV)

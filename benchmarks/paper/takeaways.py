@@ -86,7 +86,7 @@ def _longer(ratios: dict[int, float]) -> str:
 
 def _losses(server: dict | None, facts: dict) -> Iterator[str]:
     if server is not None and (told := _lost(server)):
-        yield f"**FreeKV loses where contexts are short or few, and at each prefix hit**.{told}{_under_load(facts)}{_evicted(facts)}"
+        yield f"**FreeKV loses where contexts are short or few, and at each prefix hit**.{told}{_evicted(facts)}"
 
 
 def _lost(server: dict) -> str:
@@ -106,19 +106,6 @@ def _lost(server: dict) -> str:
     )
 
 
-def _under_load(facts: dict) -> str:
-    """How late first tokens of prefix hits are in the median of each rate that both systems answer within limits."""
-    medians, best = facts.get("median_ttft_ms", {}), facts.get("goodput", {})
-    if not {"stock", "freekv"} <= best.keys():
-        return ""
-    rates = [rate for system, rate in medians if system == "stock" and rate <= min(best.values()) and ("freekv", rate) in medians]
-    if not rates:
-        return ""
-    late = [medians["freekv", rate] / medians["stock", rate] for rate in rates]
-    span = f"{min(late):.2f} to {max(late):.2f}"
-    return f" Under load, at {min(rates):g} to {max(rates):g} requests per second, the median takes {span} times as long."
-
-
 def _evicted(facts: dict) -> str:
     """How soon first tokens come where stock SGLang has part of the prefixes only."""
     soon = facts.get("evicted")
@@ -131,16 +118,12 @@ def _evicted(facts: dict) -> str:
 def _load(facts: dict) -> Iterator[str]:
     best = facts.get("goodput", {})
     if {"stock", "freekv"} <= best.keys():
-        limits, late, rate = facts["limits"], facts["p99_ttft_ms"], best["stock"]
+        limits = facts["limits"]
         fast = f" With `fast` it answers {best['freekv-fast']:.1f}." if "freekv-fast" in best else ""
-        tail = ""
-        if {("stock", rate), ("freekv", rate)} <= late.keys():
-            ours, theirs = (f"{late[system, rate] / 1e3:.2f} s" for system in ("freekv", "stock"))
-            tail = f" At {rate:g} a second its slowest 1% of first tokens take {ours}, stock SGLang's {theirs}."
         yield (
             f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
             f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
-            f"requests per second and stock SGLang {best['stock']:.1f}, {facts['under load']}.{fast}{tail}"
+            f"requests per second and stock SGLang {best['stock']:.1f}, {facts['under load']}.{fast}"
         )
 
 

@@ -20,22 +20,36 @@ def of_goodput(path: Path, directory: Path) -> Section:
     section.figure += f", {_where(section)}"
     limits = goodput.Limits(**next(iter(section.results.values()))["limits"])
     rows = goodput.rows_of(section.results, limits)
-    lasted = max(len(result["ttfts"]) / rate for _, rate, _, result in rows)
+    lasted = [len(result["ttfts"]) / goodput.offered_of(result) for *_, result in rows]
     best = goodput.best_of(section.results, limits)
-    for name in ("p99_ttft_ms", "median_ttft_ms"):
-        section.facts[name] = {(system, rate): result[name] for system, rate, _, result in rows}
     section.facts |= {"goodput": best, "limits": limits, "under load": _where(section)}
     loads = {system: result["load"] for system, *_, result in rows if "load" in result}
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
-        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they are offered. "
-        f"*Ended / s* divides all requests by the time from the first request to the end of the last answer. Requests come at random "
-        f"times, so that time is longer or shorter than the rate says. `sglang.bench_serving` asks about documents "
-        f"of 32K tokens that are in the prefix tree. Each rate lasts {lasted:.0f} s. The rates of a system end where its goodput falls, or "
-        f"where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second time. No rate was repeated.{_replayed(loads)}",
+        f"{limits.tpot_s * 1e3:g} ms in the mean. Goodput is the share of such requests, times the rate at which they came. "
+        "`sglang.bench_serving` draws random times between requests, so they came faster or more slowly than it was asked to send them. "
+        "*Offered* is the rate at which they came. *Ended / s* divides all requests by the time until the last answer's end. They asked "
+        f"about documents of 32K tokens that are in the prefix tree. Each rate lasted {min(lasted):.0f} to {max(lasted):.0f} s. The rates of "
+        f"a system end where its goodput falls, or where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second "
+        f"time. No rate was repeated.{_replayed(loads)}",
         markdown(
-            ("system", "rate", "goodput", "within limits", "ended / s", "TTFT, ms", "p99", "TPOT, ms", "p99", "tokens/s", "hit rate"),
-            [(NAMES[system], rate, *point, *(result[name] for name in goodput.COLUMNS)) for system, rate, point, result in rows],
+            (
+                "system",
+                "offered / s",
+                "goodput",
+                "within limits",
+                "ended / s",
+                "TTFT, ms",
+                "p99",
+                "TPOT, ms",
+                "p99",
+                "tokens/s",
+                "hit rate",
+            ),
+            [
+                (NAMES[system], goodput.offered_of(result), *point, *(result[name] for name in goodput.COLUMNS))
+                for system, _, point, result in rows
+            ],
         ),
     )
     section.add(*filter(None, [ABOUT_LOAD.get(section.key)]))
@@ -50,7 +64,7 @@ def of_goodput(path: Path, directory: Path) -> Section:
             [(NAMES[system], found, possible[system], found / possible[system]) for system, found in best.items()],
         ),
     )
-    lines = {DRAWN[each]: [(rate, point.goodput) for name, rate, point, _ in rows if name == each] for each in best}
+    lines = {DRAWN[each]: [(goodput.offered_of(row[3]), row[2].goodput) for row in rows if row[0] == each] for each in best}
     title, unit = f"{section.shape}: requests per second within limits", "within limits"
     section.picture("rates", plots.curves, title, "requests per second, offered", unit, lines, "FreeKV", diagonal="all within limits")
     return section
