@@ -13,7 +13,7 @@ import unittest
 
 import pytest
 import torch
-from sglang.test.kits import radix_cache_server_kit
+from sglang.test.kits import abort_timeout_kit, radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin, WaitingTimeoutMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
@@ -117,7 +117,8 @@ def test_multiturn_cache_hit_kit(random_server, random_model, tmp_path):
 
 
 @pytest.mark.parametrize("kit", [WaitingTimeoutMixin, RunningTimeoutTwoWaveMixin])
-def test_timeout_kits(random_servers, kit):
+def test_timeout_kits(random_servers, kit, monkeypatch):
+    monkeypatch.setattr(abort_timeout_kit, "_REQUEST_TIMEOUT", 600)  # seconds of its clients: on a busy machine 2,048 tokens take a minute
     server = random_servers[1 if kit is WaitingTimeoutMixin else 2]
     settings = {"base_url": server.url, "process": server.process}
     if kit is WaitingTimeoutMixin:  # one request keeps the only row longer than the other may wait, on a fast machine too
