@@ -127,9 +127,9 @@ FLAGS = {
         "dense_below_tokens",
         TOKENS,
         "A context of at most so many tokens is attended to in full, as one within the budget is. "
-        f"Default: {DEFAULTS.dense_below_tokens}. Raise it for short contexts whose "
-        "answers must be those of full attention. All of their pages are then on the device: as resident pages, or in a device cache of "
-        "that size. Where neither has room, the step attends to the budget.",
+        f"Default: {DEFAULTS.dense_below_tokens}. Raise it for short contexts whose answers must be those of full attention. All of their "
+        "pages are then on the device: as resident pages, or in a device cache of that size. Where neither has room, the step attends to "
+        "the budget.",
     ),
     "freekv_dense_layers": Flag(
         "dense_layers",

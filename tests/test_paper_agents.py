@@ -18,7 +18,7 @@ from benchmarks.clock import Clock
 from benchmarks.paper import agents, plots
 from benchmarks.paper.agents import Plan, figures_of
 from benchmarks.paper.conversations import Conversation, Crew, Talk, Window
-from benchmarks.paper.goodput import Ladder, Limits, point_of
+from benchmarks.paper.ladder import Ladder, Limits, point_of
 from benchmarks.paper.sections import SECTIONS
 from benchmarks.report import Report
 from benchmarks.servers import Stream
@@ -314,7 +314,7 @@ def test_a_server_climbs_until_it_is_saturated_or_fails(system, fails, tmp_path,
     report, known = Report("agents", tmp_path), agents.systems_of(LLAMA)
     agents.run([known[system]], ladder(), report, Clock(5, 60))
     assert list(report.results) == [f"{system}/{count}" for count in ((4,) if fails else (4, 8, 16))]
-    assert report.finish() == int(fails) and report.results[f"{system}/4"]["goodput"] == 1.8
+    assert report.finish() == int(fails) and point_of(report.results[f"{system}/4"], LIMITS).goodput == 1.8
     assert started == [(known[system].base, known[system].more)]
     expected = [None, known["freekv"].setup.named_load("accurate-by-layer", TALK.usual)] if system == "freekv" else [None]
     assert loads == expected and report.results[f"{system}/4"].get("load") == ("accurate-by-layer" if system == "freekv" else None)
@@ -428,7 +428,7 @@ def test_what_cannot_be_measured_is_refused(words, told, tmp_path, monkeypatch, 
 
 def test_the_section_of_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "curves", drawn := mock.Mock())
-    results = {"stock-fa3/4": level_of(4, 10), "stock-fa3/8": level_of(8, 3), "freekv/4": level_of(4, 10) | {"load": agents.LOAD}}
+    results = {"stock-fa3/4": level_of(4, 10), "stock-fa3/8": level_of(8, 3), "freekv/4": level_of(4, 10) | {"load": agents.DEFAULT_LOAD}}
     path = tmp_path / "paper-agents-llama-3.1-8b.json"
     path.write_text(json.dumps({"runs": [{"command": "x", "device": "a card"}], "results": results}))
     section = SECTIONS["agents"](path, tmp_path)

@@ -14,10 +14,11 @@ import pytest
 from benchmarks.clock import LONGEST_START_S, Clock, OutOfTime
 from benchmarks.paper import capacity, cells, comparison, crossover, goodput, passes
 from benchmarks.paper.cells import Asked, Cell
-from benchmarks.paper.goodput import Ladder, Limits, Point, Questions
+from benchmarks.paper.goodput import Questions
+from benchmarks.paper.ladder import Ladder, Limits, Point, offered_of, point_of, saturated
 from benchmarks.profiles import LOADS, USUAL
 from benchmarks.report import Report
-from benchmarks.servers import Stream
+from benchmarks.servers import BenchServer, Stream
 from benchmarks.setups import Setup, hicache_flags
 from benchmarks.timing import Ceilings
 from sglang_freekv.config import FreeKVConfig, typed
@@ -616,10 +617,10 @@ def test_goodput_by_hand():
     tpots = goodput.tpots_of(line)
     assert tpots == pytest.approx([0.04, 0.06, 0.0, 0.11 / 3])
     result = line | {"tpots": tpots, "rate": 3.0, "duration": 4.61}  # the last came after 4 s
-    assert goodput.offered_of(result) == pytest.approx(0.75), "three came behind the first, whatever rate was asked for"
-    assert goodput.point_of(result, Limits(2.0, 0.05)) == (pytest.approx(0.375), 2 / 4)  # the second is slow, the third late
-    assert goodput.point_of(result, Limits(2.1, 0.05)) == (pytest.approx(0.5625), 3 / 4)
-    assert goodput.offered_of({"rate": 3.0}) == 3.0, "a level of agents"
+    assert offered_of(result) == pytest.approx(0.75), "three came behind the first, whatever rate was asked for"
+    assert point_of(result, Limits(2.0, 0.05)) == (pytest.approx(0.375), 2 / 4)  # the second is slow, the third late
+    assert point_of(result, Limits(2.1, 0.05)) == (pytest.approx(0.5625), 3 / 4)
+    assert offered_of({"rate": 3.0}) == 3.0, "a level of agents"
 
 
 @pytest.mark.parametrize(
@@ -630,6 +631,7 @@ def test_goodput_by_hand():
         ([(0.5, 1.0), (1.0, 1.0)], False),
         ([(0.5, 1.0), (0.5, 1.0)], False),  # as much is not less
         ([(0.5, 1.0), (0.4, 0.95)], True),
+        ([(0.5, 1.0), (0.4, 1.0)], False),  # fewer came
         ([(0.4, 0.8)], False),
         ([(0.4, 0.8), (0.9, 0.95), (1.5, 0.89)], True),
         ([(0.4, 0.95), (0.9, 0.9), (1.5, 0.89)], False),
@@ -637,7 +639,7 @@ def test_goodput_by_hand():
     ],
 )
 def test_when_a_server_is_saturated(points, expected):
-    assert goodput.saturated([Point(*point) for point in points]) == expected
+    assert saturated([Point(*point) for point in points]) == expected
 
 
 def rate_of(rate: float, good: int, run: int = 0) -> dict:
@@ -696,9 +698,17 @@ def test_a_server_climbs_until_it_is_saturated_or_fails(name, preset, load, fail
         monkeypatch.setattr(goodput, what, stand_in)
     goodput.run(client, [system := goodput.system_of(name, LLAMA)], ladder(), report, Clock(5, 60))
     assert list(report.results) == ([f"{name}/0.5"] if fails else [f"{name}/0.5", f"{name}/1", f"{name}/2"])
-    assert report.finish() == int(fails) and report.results[f"{name}/0.5"]["goodput"] == 0.45
+    assert report.finish() == int(fails) and point_of(report.results[f"{name}/0.5"], Limits(2.0, 0.05)).goodput == 0.45
     assert started == [(preset, "freekv")] and loads == [system.setup.named_load(load, QUESTIONS.tokens)]
     assert {result["load"] for result in report.results.values()} == {load}
+
+
+def test_the_longest_queue_is_read_from_the_log():
+    lines = "Prefill batch, #queue-req: 9,", "Decode batch, #running-req: 7, #queue-req: 0,", "Decode batch, #queue-req: 12, #token: 5"
+    server = SimpleNamespace(logged=lambda: "\n".join(lines))
+    assert BenchServer.most_queued(server) == 12 and BenchServer.most_queued(server, begins=10_000) == 0
+    lines = lines[:2]
+    assert BenchServer.most_queued(server, begins=len(lines[0])) == 0, "what was queued before is not told"
 
 
 def test_stock_sglang_replays_no_load(tmp_path, monkeypatch):

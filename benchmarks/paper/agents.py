@@ -32,17 +32,16 @@ from benchmarks.bench_load import Counts
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import System
 from benchmarks.paper.conversations import Crew, Talk, Window
-from benchmarks.paper.crossover import BACKENDS, FASTER
-from benchmarks.paper.goodput import FREEKV, LEAST_START_S, REPLAYED, Ladder, Limits, add_limits, best_of, point_of, rows_of
+from benchmarks.paper.crossover import BACKENDS, DEFAULT_LOAD, FASTER
+from benchmarks.paper.ladder import LEAST_START_S, Ladder, Limits, add_limits, best_of, point_of, rows_of
 from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffixed, table
 from benchmarks.servers import BenchServer, Stream, keep_log, running
 from benchmarks.setups import SHAPES, Setup, hicache_flags
 from benchmarks.timing import Ceilings
 from sglang_freekv.presets import DEFAULT_PRESET
 
-HICACHE = "stock-hicache"
+HICACHE, FREEKV = "stock-hicache", "freekv"
 SYSTEMS = (*FASTER, HICACHE, FREEKV)
-LOAD = REPLAYED[FREEKV]
 SCALE = 16  # of a trial
 FULL = {"agents": (4, 8, 16, 32, 64), "seconds": 60.0, "apart": 1.0, "turns": 12, "think": 2.0, "systems": SYSTEMS}
 DRY = {"agents": (1, 2), "seconds": 10.0, "apart": 0.5, "turns": 4, "think": 0.5, "systems": (FASTER[-1], FREEKV)}
@@ -121,18 +120,18 @@ def measure(server: BenchServer, plan: Plan, agents: int, deadline_s: float) -> 
 def climb(server: BenchServer, system: System, ladder: Ladder[Plan], report: Report, clock: Clock) -> None:
     """Level after level; one that fails is the last, for those above it ask for more."""
     setup, plan, failures = system.setup, ladder.asked, len(report.failures)
-    replayed = {"load": LOAD} if system.base == "freekv" and setup.shape != "needle" else {}
+    replayed = {"load": DEFAULT_LOAD} if system.base == "freekv" and setup.shape != "needle" else {}
     report.note(**{f"server {system.name}": server.facts()})
     server.set_load(None)
     ttft.warm_up(server, clock.left())
     if replayed:
-        server.set_load(setup.named_load(LOAD, plan.talk.usual))
+        server.set_load(setup.named_load(DEFAULT_LOAD, plan.talk.usual))
     while len(report.failures) == failures and (agents := ladder.next(report.results, system.name)) is not None:
         key = f"{system.name}/{agents:g}"
         with report.part(key):
             result = measure(server, plan, agents, clock.left(plan.least_s(agents)))
             point = point_of(result, ladder.limits)
-            report.add(key, result | {"limits": ladder.limits._asdict()} | replayed | point._asdict())
+            report.add(key, result | {"limits": ladder.limits._asdict()} | replayed)
             say(f"{key}: {point.goodput:.3g} turns per second within limits, {point.within:.0%} of them")
 
 

@@ -12,18 +12,18 @@ there; what a document costs that is not there is told apart, as ``cold_ttfts_s`
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
 
 from benchmarks.bench_load import DETAILS, SERIAL, SHARED, Client, TextSetup, measure_on
 from benchmarks.clock import Clock
 from benchmarks.paper.capacity import System, request_bytes
+from benchmarks.paper.crossover import DEFAULT_LOAD
+from benchmarks.paper.ladder import LEAST_START_S, Ladder, Limits, add_limits, best_of, offered_of, point_of, rows_of
 from benchmarks.profiles import NEAREST
 from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffixed, table
 from benchmarks.servers import BenchServer, keep_log, running
@@ -35,28 +35,13 @@ from sglang_freekv.presets import DEFAULT_PRESET
 STOCK, FREEKV, FAST = "stock", "freekv", "freekv-fast"
 SYSTEMS = STOCK, FREEKV, FAST
 PRESETS = {FREEKV: DEFAULT_PRESET, FAST: "fast"}
-REPLAYED = {FREEKV: f"{DEFAULT_PRESET}-by-layer", FAST: NEAREST}  # of LOADS or BY_PRESET
+REPLAYED = {FREEKV: DEFAULT_LOAD, FAST: NEAREST}
 RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0)  # requests per second; SGLang's tokenizer takes some 80 ms for a document's prompt
-ENOUGH = 0.9  # of the requests of a rate, within limits
 WARM_QUESTION, WARM_ANSWER = 1, 8  # tokens
-LEAST_START_S, LEAST_RATE_S = 150, 60  # that a server, and a rate, is begun with
+LEAST_RATE_S = 60  # that a rate is begun with
 COLUMNS = ("request_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput", "hit_rate")
 HEADER = ("rate", "offered", "goodput", "within", "ended/s", "TTFT ms", "p99", "TPOT ms", "p99", "tokens/s", "hit rate")
 RATIO = 0.999  # of shortest to longest; see bench_load for why it is not 1
-
-
-class Limits(NamedTuple):
-    """Most seconds to the first token, and from one token to the next in a request's mean."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-class Point(NamedTuple):
-    """What a server made of a rate: the share of what was offered that was within limits, as requests per second and as such."""
-
-    goodput: float
-    within: float
 
 
 @dataclass(frozen=True)
@@ -103,64 +88,6 @@ def tpots_of(line: dict) -> list[float]:
     return [sum(gaps) / max(1, count - 1) for gaps, count in zip(line["itls"], line["output_lens"])]
 
 
-def offered_of(result: dict) -> float:
-    """Requests per second that came. bench_serving draws random times between requests, so this is not the rate that it is asked for.
-
-    Of bench_serving the last answer's end is known, and how long that answer took. A level of agents tells the rate itself.
-    """
-    if "duration" not in result:
-        return result["rate"]
-    answered = result["ttfts"][-1] + result["tpots"][-1] * (result["output_lens"][-1] - 1)
-    return (len(result["ttfts"]) - 1) / (result["duration"] - answered)
-
-
-def point_of(result: dict, limits: Limits) -> Point:
-    """By what was offered: the time until the last answer's end is longer the slower answers are that are within limits."""
-    good = sum(ttft < limits.ttft_s and tpot < limits.tpot_s for ttft, tpot in zip(result["ttfts"], result["tpots"], strict=True))
-    within = good / max(1, len(result["ttfts"]))
-    return Point(within * offered_of(result), within)
-
-
-def saturated(points: Sequence[Point]) -> bool:
-    """Of the rates so far, ascending: goodput fell, or for the second time too few were within limits."""
-    fell = len(points) > 1 and points[-1].goodput < points[-2].goodput
-    return fell or sum(point.within < ENOUGH for point in points) > 1
-
-
-Asked = TypeVar("Asked")
-
-
-@dataclass(frozen=True)
-class Ladder(Generic[Asked]):
-    """The rates that every system climbs, or other levels of a load.
-
-    Args:
-        asked: what is asked at each.
-        rates: ascending.
-        left: whether a key, ``SYSTEM/rate``, may be measured; what may not is passed over.
-        since: the first run whose results count.
-    """
-
-    asked: Asked
-    limits: Limits
-    rates: tuple[float, ...]
-    left: Callable[[str], bool]
-    since: int = 0
-
-    def next(self, results: dict, system: str) -> float | None:
-        """The lowest rate to be measured yet; None if there is none below saturation."""
-        climbed: list[Point] = []
-        for rate in self.rates:
-            key = f"{system}/{rate:g}"
-            if key in results and results[key]["run"] >= self.since:
-                climbed.append(point_of(results[key], self.limits))
-                if saturated(climbed):
-                    return None
-            elif self.left(key):
-                return rate
-        return None
-
-
 def warm(client: Client, server: BenchServer, questions: Questions) -> list[float]:
     """Empties the tree, then asks about each document once, one after the other; seconds to the first tokens."""
     server.flush()
@@ -202,7 +129,7 @@ def climb(client: Client, system: System, ladder: Ladder[Questions], report: Rep
                 client.deadline_s = clock.left(LEAST_RATE_S)
                 result = measure(client, server, questions, rate)
                 point = point_of(result, ladder.limits)
-                report.add(key, result | {"limits": ladder.limits._asdict()} | replayed | point._asdict())
+                report.add(key, result | {"limits": ladder.limits._asdict()} | replayed)
                 say(f"{key}: {point.goodput:.3g} requests per second within limits, {point.within:.0%} of them")
 
 
@@ -215,48 +142,17 @@ def run(client: Client, systems: Sequence[System], ladder: Ladder[Questions], re
             keep_log(client.directory / f"{system.base}.log", report.path, system.name)
 
 
-def rows_of(results: dict, limits: Limits, systems: Sequence[str] = SYSTEMS, level: str = "rate") -> list[tuple[str, float, Point, dict]]:
-    """System, level of the load, what came of it, and the whole result; by system and level.
-
-    Args:
-        level: what a result calls it.
-    """
-    rows = [(key.split("/")[0], result[level], point_of(result, limits), result) for key, result in results.items()]
-    return sorted(rows, key=lambda row: (systems.index(row[0]), row[1]))
-
-
-def best_of(results: dict, limits: Limits, *order) -> dict[str, float]:
-    """The best goodput of each system; ``order`` as of :func:`rows_of`."""
-    best: dict[str, float] = {}
-    for system, _, point, _ in rows_of(results, limits, *order):
-        best[system] = max(point.goodput, best.get(system, 0.0))
-    return best
-
-
 def goodputs(results: dict, limits: Limits) -> str:
     """Rate by rate, and the best of each system."""
     rows = [
         (system, rate, offered_of(result), *point, *(result[name] for name in COLUMNS))
-        for system, rate, point, result in rows_of(results, limits)
+        for system, rate, point, result in rows_of(results, limits, SYSTEMS)
     ]
-    best = best_of(results, limits)
+    best = best_of(results, limits, SYSTEMS)
     told = ", ".join(f"{system} {goodput:.3g}" for system, goodput in best.items())
     stock, ours = best.get(STOCK), best.get(FREEKV)
     ratio = f"; {FREEKV} / {STOCK} {ours / stock:.3g}" if stock and ours is not None else ""
     return f"{table(('documents in the tree', *HEADER), rows)}\nbest goodput, requests per second: {told or 'none'}{ratio}"
-
-
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """What every ladder takes: the limits of a request, of the servers and of time."""
-    parser.add_argument("--ttft", type=float, default=2.0, help="limit in seconds")
-    parser.add_argument("--tpot", type=float, default=0.05, help="limit in seconds")
-    parser.add_argument("--max-running", type=int, default=64, help="requests at once, at most, of all systems")
-    parser.add_argument("--stock-flags", default="", metavar="FLAGS", help="further flags of stock SGLang: --stock-flags='--name value'")
-    parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
-    parser.add_argument("--minutes", type=float, default=28, help="when to stop, with what is measured by then")
-    parser.add_argument("--part-seconds", type=float, default=300, help="most seconds of one rate or level")
-    parser.add_argument("--force", action="store_true", help="measure again what is there; the earlier result is kept as superseded")
-    parser.add_argument("--tables", action="store_true", help="measure nothing; print the table of the results in --out")
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.paper import agents, goodput, plots
+from benchmarks.paper import agents, ladder, plots
 from benchmarks.report import markdown
 
 from .goodput import cut_short
@@ -21,9 +21,9 @@ def of_agents(path: Path, directory: Path) -> Section:
     section = Section.of("Conversations of agents", path, directory)
     section.figure += f", on {section.devices(section.results.values())}"
     first = next(iter(section.results.values()))
-    limits, order = goodput.Limits(**first["limits"]), (agents.SYSTEMS, "agents")
-    rows = goodput.rows_of(section.results, limits, *order)
-    best = goodput.best_of(section.results, limits, *order)
+    limits, order = ladder.Limits(**first["limits"]), (agents.SYSTEMS, "agents")
+    rows = ladder.rows_of(section.results, limits, *order)
+    best = ladder.best_of(section.results, limits, *order)
     section.facts |= {"agents": best}
     section.add(
         _told(first, limits) + _replayed(section),
@@ -43,7 +43,7 @@ def of_agents(path: Path, directory: Path) -> Section:
     return section
 
 
-def _told(result: dict, limits: goodput.Limits) -> str:
+def _told(result: dict, limits: ladder.Limits) -> str:
     talk = result["talk"]
     return (
         f"An agent sends its whole history and is answered with {talk['answer']} tokens. It waits {talk['think_s']:g} s for a tool in the "
@@ -51,8 +51,8 @@ def _told(result: dict, limits: goodput.Limits) -> str:
         f"begins with {talk['tools']:,} tokens that all agents share and {talk['task']:,} of its own. Then the agent begins another one. "
         f"A turn is within limits if its first token comes within {limits.ttft_s:g} s and the others follow "
         f"at most {limits.tpot_s * 1e3:g} ms apart in the mean. Goodput is such turns per second, of those sent within {result['seconds']:g} s. "
-        f"The levels of a system end where its goodput falls, or where less than {goodput.ENOUGH:.0%} of the turns were within limits for "
-        "the second time. No level was repeated."
+        "The levels of a system end where its goodput and the share of such turns fall. They end, too, where that share is below "
+        f"{ladder.ENOUGH:.0%} for the second time. No level was repeated."
     )
 
 

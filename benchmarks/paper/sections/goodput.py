@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from benchmarks.paper import goodput, plots
+from benchmarks.paper import goodput, ladder, plots
 from benchmarks.report import markdown
 
 from .names import ABOUT_LOAD, SYSTEMS
@@ -18,10 +18,10 @@ DRAWN = {name: (SYSTEMS[name], "") for name in SYSTEMS} | {goodput.FAST: (SYSTEM
 def of_goodput(path: Path, directory: Path) -> Section:
     section = Section.of("Goodput under load", path, directory)
     section.figure += f", {_where(section)}"
-    limits = goodput.Limits(**next(iter(section.results.values()))["limits"])
-    rows = goodput.rows_of(section.results, limits)
-    lasted = [len(result["ttfts"]) / goodput.offered_of(result) for *_, result in rows]
-    best = goodput.best_of(section.results, limits)
+    limits = ladder.Limits(**next(iter(section.results.values()))["limits"])
+    rows = ladder.rows_of(section.results, limits, goodput.SYSTEMS)
+    lasted = [len(result["ttfts"]) / ladder.offered_of(result) for *_, result in rows]
+    best = ladder.best_of(section.results, limits, goodput.SYSTEMS)
     section.facts |= {"goodput": best, "limits": limits, "under load": _where(section)}
     loads = {system: result["load"] for system, *_, result in rows if "load" in result}
     section.add(
@@ -30,8 +30,8 @@ def of_goodput(path: Path, directory: Path) -> Section:
         "`sglang.bench_serving` draws random times between requests, so they came faster or more slowly than it was asked to send them. "
         "*Offered* is the rate at which they came. *Ended / s* divides all requests by the time until the last answer's end. They asked "
         f"about documents of 32K tokens that are in the prefix tree. Each rate lasted {min(lasted):.0f} to {max(lasted):.0f} s. The rates of "
-        f"a system end where its goodput falls, or where less than {goodput.ENOUGH:.0%} of the requests were within limits for the second "
-        f"time. No rate was repeated.{_replayed(loads)}",
+        "a system end where its goodput and the share of such requests fall. They end, too, where that share is below "
+        f"{ladder.ENOUGH:.0%} for the second time. No rate was repeated.{_replayed(loads)}",
         markdown(
             (
                 "system",
@@ -47,7 +47,7 @@ def of_goodput(path: Path, directory: Path) -> Section:
                 "hit rate",
             ),
             [
-                (NAMES[system], goodput.offered_of(result), *point, *(result[name] for name in goodput.COLUMNS))
+                (NAMES[system], ladder.offered_of(result), *point, *(result[name] for name in goodput.COLUMNS))
                 for system, _, point, result in rows
             ],
         ),
@@ -64,7 +64,7 @@ def of_goodput(path: Path, directory: Path) -> Section:
             [(NAMES[system], found, possible[system], found / possible[system]) for system, found in best.items()],
         ),
     )
-    lines = {DRAWN[each]: [(goodput.offered_of(row[3]), row[2].goodput) for row in rows if row[0] == each] for each in best}
+    lines = {DRAWN[each]: [(ladder.offered_of(row[3]), row[2].goodput) for row in rows if row[0] == each] for each in best}
     title, unit = f"{section.shape}: requests per second within limits", "within limits"
     section.picture("rates", plots.curves, title, "requests per second, offered", unit, lines, "FreeKV", diagonal="all within limits")
     return section
@@ -90,7 +90,7 @@ def _over(best: dict[str, float], possible: dict[str, float]) -> bool:
 def cut_short(rows: list[tuple], systems: Iterable[str], names: Mapping[str, str]) -> str:
     """Whose best may be higher, because the time was over before it was saturated."""
     climbed = {system: [row[2] for row in rows if row[0] == system] for system in systems}
-    left = [system for system in systems if not goodput.saturated(climbed[system])]
+    left = [system for system in systems if not ladder.saturated(climbed[system])]
     cut = [f"{names[system]} at {max(row[1] for row in rows if row[0] == system):g}" for system in left]
     return f" Not measured until saturated, so that the best may be higher: {', '.join(cut)}." if cut else ""
 

@@ -30,7 +30,8 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
 }
 ABOUT_LOAD = {  # the same of a load
     "llama-3.1-8b": "Beyond 5 requests per second FreeKV's wait for SGLang's tokenizer. It takes some 80 ms for a document's prompt, one "
-    "prompt after the other, and it streams all answers, too. By the end of its log FreeKV's scheduler had no queue then. Stock SGLang is bound by its decode steps.",
+    "prompt after the other, and it streams all answers, too. By the end of its log FreeKV's scheduler had no queue then. Stock SGLang is "
+    "bound by its decode steps.",
 }
 EARLIER = ("llama-3.1-8b-recalled",)  # of code before that of the shape's other files
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
