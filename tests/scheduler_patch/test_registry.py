@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from sglang.srt.plugins import hook_registry
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_freekv import scheduler_patch
@@ -47,6 +49,28 @@ def test_a_target_that_another_plugin_has_hooked_is_hooked_again(sglang_module, 
     apply([patch("step")])
     sglang_module.step(1, 2)
     assert calls == ["theirs", "ours"]
+
+
+def test_modules_that_have_imported_a_target_get_the_hook(sglang_module, monkeypatch):
+    others = [ModuleType("one_importer"), ModuleType("another_importer")]
+    sglang_module.turn = lambda batch, size: size
+    for other, name in zip(others, ("step", "its_own_name")):
+        monkeypatch.setitem(sys.modules, other.__name__, other)
+        setattr(other, name, sglang_module.step)
+        other.turn = sglang_module.turn
+    monkeypatch.setattr(Patch, "load", lambda self: lambda result, *args, **kwargs: "hooked")
+    walk = hook_registry._propagate_patch
+    apply([patch("step"), patch("turn")])
+    assert others[0].step is others[1].its_own_name is sglang_module.step and others[0].turn is others[1].turn is sglang_module.turn
+    assert others[0].step(1, 2) == others[0].turn(1, 2) == "hooked"
+    assert hook_registry._propagate_patch is walk
+
+
+def test_no_two_targets_are_one_function():
+    """A walk over all modules for all hooks would give it the last one's."""
+    tables = (*scheduler_patch.FRONT, *scheduler_patch.launcher("cpu"), *scheduler_patch.scheduler("cpu"))
+    paths = {patch.target for patch in tables if patch.concerns() and patch.kind != registry.ATTRIBUTE}
+    assert len(paths) > 50 and len({id(pkgutil.resolve_name(path)) for path in paths}) == len(paths)
 
 
 def test_a_hook_that_is_not_attached_is_noticed(sglang_module, monkeypatch):
