@@ -1,4 +1,7 @@
-"""Builds ServerArgs as the launcher and `Engine` do, many times in one process, because importing SGLang takes seconds."""
+"""Builds ServerArgs as the launcher and `Engine` do, many times in one process, because importing SGLang takes seconds.
+
+python build_server_args.py CASES FACTS    # files with JSON
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
+import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
+
+DEADLINE_S = 300
 
 
 def run(cases: dict[str, dict], path: Path | None = None) -> dict:
@@ -23,16 +28,16 @@ def run(cases: dict[str, dict], path: Path | None = None) -> dict:
             with ``"stock"`` ServerArgs is SGLang's own.
         path: a folder with another package sglang than the one that is installed.
     """
-    done = subprocess.run(
-        [sys.executable, "-P", __file__],
-        input=json.dumps(cases),
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({"PYTHONPATH": str(path)} if path else {}),
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    from serving import the_nursery  # here, because the forked process has no need of it
+
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({"PYTHONPATH": str(path)} if path else {})
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told, log = (Path(folder, name) for name in ("cases.json", "facts.json", "log.txt"))
+        asked.write_text(json.dumps(cases))
+        with log.open("w") as out:
+            status = the_nursery().start([__file__, str(asked), str(told)], environment, Path(folder), out.fileno()).wait(DEADLINE_S)
+        assert status == 0, log.read_text()[-3000:]
+        return json.loads(told.read_text())
 
 
 def build(case: dict) -> dict:
@@ -85,7 +90,8 @@ def main() -> None:
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
-    cases = json.load(sys.stdin)
+    asked, told = map(Path, sys.argv[1:])
+    cases = json.loads(asked.read_text())
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     facts = {
@@ -93,7 +99,7 @@ def main() -> None:
         "flags": [flag for action in parser._actions for flag in action.option_strings],
         "outcomes": {name: build(case) for name, case in cases.items()},
     }
-    print(json.dumps(facts))
+    told.write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

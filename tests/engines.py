@@ -6,6 +6,7 @@ An engine takes seconds so, where a server takes half a minute of a core to impo
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -168,6 +169,8 @@ def main(file: Path) -> None:
     minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = sums_of_squares, apply_norms
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang would spawn its processes, which import everything anew
+    gc.collect()
+    gc.freeze()  # else each engine's own collection would copy all that the forks share
     for name, job in json.loads(file.read_text()).items():
         if (child := os.fork()) == 0:
             with (file.parent / f"{name}.log").open("w") as log:

@@ -141,12 +141,13 @@ def become(env: dict[str, str], arguments: Sequence[str], directory: str) -> Non
     Args:
         directory: where it looks for modules first, as ``python`` would.
     """
+    mine = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(env)
     sys.argv[:] = arguments
     sys.modules["__main__"] = types.ModuleType("__main__")
     theirs = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    own = [path for path in sys.path if path not in theirs]
+    own = [path for path in sys.path if path not in (*theirs, *mine)]
     library = next((place for place, path in enumerate(own) if path.endswith(".zip")), 0)  # what .pth files put first stays first
     sys.path[:] = [directory, *own[:library], *theirs, *own[library:]]
     sys.modules["numpy"].random.seed()  # Python's own generator does so by itself

@@ -28,7 +28,7 @@ SHORTAGE = {
     "refilled pages brought",
 }  # fmt: skip
 AT_ONCE = ("tight", "one-token-pages", "slack", "copy-engine", "canary")  # configurations whose transfers are tried early as well as late
-TRAFFIC = settings(max_examples=6, stateful_step_count=40)
+TRAFFIC = settings(max_examples=4, stateful_step_count=40)
 
 
 def traffic(name: str, **attributes) -> type[Traffic]:
@@ -39,7 +39,7 @@ def traffic(name: str, **attributes) -> type[Traffic]:
 @pytest.mark.parametrize("name, stream", [*product(CONFIGS, [DeferredStream]), *product(AT_ONCE, [InlineStream])])
 def test_any_traffic_is_served_as_the_paper_says(name, stream, record_property):
     machine = traffic(f"{name} {stream.__name__}", config=CONFIGS[name], stream=stream)
-    run_state_machine_as_test(machine, settings=settings(TRAFFIC, max_examples=4))
+    run_state_machine_as_test(machine, settings=TRAFFIC)
     record_property("ran", {**machine.ran, **machine.saw})
     print(f"{machine.ran.total()} rules: {dict(machine.ran)}; {dict(machine.saw)}")
     assert machine.ran.total() >= LEAST_RULES and machine.saw["prefix pages"] and machine.saw["decoded tokens"]

@@ -15,7 +15,7 @@ from room import room_for
 from serving import FaultyServer, freekv, start_all, stop_all, wait_until
 from sglang_freekv.launch.server import ServerFailed
 
-pytestmark = [pytest.mark.two_servers, pytest.mark.both_releases]
+pytestmark = pytest.mark.two_servers
 
 PAGE, LAYER, HEAD, NEW_TOKENS = 32, 3, 1, 24
 
@@ -82,6 +82,7 @@ def test_without_a_canary_nobody_would_know(servers, prompts, expected):
     assert server.generate(prompts[0], NEW_TOKENS)["output_ids"] != expected[0]
 
 
+@pytest.mark.both_releases
 def test_a_prefix_that_changed_is_computed_anew(server, prompts, expected):
     server.generate(prompts[0], 1)
     server.damage(LAYER, HEAD, 5)
@@ -99,6 +100,7 @@ def test_a_prefix_that_changed_is_computed_anew(server, prompts, expected):
     assert_served(server, prompts, expected)
 
 
+@pytest.mark.both_releases
 def test_a_request_that_decodes_ends_before_a_wrong_token(server, prompts, expected):
     ended, others = [], []
     stream = threading.Thread(target=lambda: ended.append(refused(server, prompts[0], 600)))

@@ -26,7 +26,8 @@ WITHIN = 4  # so many of them fit the budget with their answers
 SETTINGS = OracleSettings(budget=256, sink=64, window=64, tau=0.8, page=32)
 ENGINE = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=8192, max_running_requests=8, random_seed=0)
 IS_NEW = releases.has("tree paths")
-SERVED = FAMILIES | (HYBRIDS | WINDOWED if IS_NEW else {"gpt-oss": SINKS["gpt-oss"]})
+OLD = {name: (FAMILIES | SINKS)[name] for name in ("qwen2", "qwen3-moe", "gpt-oss")}  # dense, with experts, and with windows and sinks
+SERVED = FAMILIES | HYBRIDS | WINDOWED if IS_NEW else OLD
 CODED = [name for name in ("phi-4-mini", "qwen3.5", "granite-swa") if name in SERVED]  # are served with KV in 8 bits, too
 FLOATS = [name for name in ("qwen2", "qwen3.5", "granite-swa") if name in SERVED]  # and in floats of 8 bits, over a checkpoint's scales
 TIE, LEAST_COMPARED = 0.002, 0.8  # between the logits of two tokens, which deviate by 3; and the least share of tokens that is compared

@@ -14,12 +14,14 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 
 from room import room_for
 from serving import NEEDLE_CONFIG, TestServer, freekv, start_all
+from sglang_freekv import releases
 from traffic_beside import Beside
 
 pytestmark = [pytest.mark.two_servers, pytest.mark.both_releases]
 
 DEADLINE_S, EXAMPLES, AT_ONCE = 60, 16, 5
 POOL, CHUNK = 8192, 64
+KINDS = {"tree": {}} | ({"bare": {"--disable-radix-cache": True}} if releases.is_since(releases.NEWEST) else {})
 HIDDEN = NEEDLE_CONFIG["hidden_size"]
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(("", "\x00", "nan", "-1", "a" * 3000)),
@@ -105,15 +107,14 @@ def servers(tmp_path_factory):
     flags = freekv(256, canary="full") | {
         "--max-total-tokens": POOL, "--chunked-prefill-size": CHUNK, "--enable-custom-logit-processor": True, "--grammar-backend": "llguidance",
     }  # fmt: skip
-    both = (flags, flags | {"--disable-radix-cache": True})
-    with room_for(len(both)):
-        tree, bare = start_all(TestServer(each, tmp_path_factory.mktemp("server") / "log.txt") for each in both)
-    yield {"tree": tree, "bare": bare}
-    tree.stop()
-    bare.stop()
+    with room_for(len(KINDS)):
+        running = start_all(TestServer(flags | more, tmp_path_factory.mktemp("server") / "log.txt") for more in KINDS.values())
+    yield dict(zip(KINDS, running))
+    for server in running:
+        server.stop()
 
 
-@pytest.fixture(params=("tree", "bare"))
+@pytest.fixture(params=KINDS)
 def server(servers, request):
     yield servers[request.param]
     assert servers[request.param].flush()["host_pages_used"] == 0

@@ -38,10 +38,9 @@ for case in sys.argv[1:]:
     fused = {"bf16": "fma.rn.bf16x2", "fp16": "fma.rn.f16x2", "fp32": "fma.rn.f32"}[dtype]
     print(case, scores.metadata.shared, scores.asm["ptx"].count(fused), flush=True)
 """
-CASES = (  # dtype, D, G, S; the last as of models with linear attention
-    [f"bf16-{shape}" for shape in ("128-4-8", "90-7-24", "128-2-16", "128-1-32", "256-8-64", "256-16-8")]
-    + [f"{dtype}-{shape}" for dtype in ("fp16", "fp32") for shape in ("128-4-8", "256-8-64")]
-)
+CASES = [  # dtype, D, G, S; a kv head of 256 as of models with linear attention
+    "bf16-128-4-8", "bf16-90-7-24", "bf16-128-2-16", "bf16-256-16-8", "fp16-128-4-8", "fp32-256-8-64",
+]  # fmt: skip
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -148,7 +147,7 @@ FLOAT_CASES = ["bf16-e4m3-128-4-8", "bf16-e5m2-128-4-8"]
 
 
 @pytest.mark.parametrize(
-    "device, cases", [("90", CODED_CASES + FLOAT_CASES), ("80", CODED_CASES[:2] + FLOAT_CASES[1:])], ids=["sm_90", "sm_80"]
+    "device, cases", [("90", CODED_CASES + FLOAT_CASES), ("80", CODED_CASES[:1] + FLOAT_CASES[1:])], ids=["sm_90", "sm_80"]
 )
 def test_codes_are_read_in_words(device, cases):
     """Bytes that are read one by one from shared memory would take longer than all the rest."""

@@ -297,11 +297,13 @@ ON_TURN = ("no-slack", "slack", "from-one-token", "one-token-pages", "in-full-if
 CASES |= {f"{name}-on-turn": SimpleNamespace(**vars(CASES[name]), on_turn=True) for name in ON_TURN}
 
 
-LOGITS = {"ties, nothing resident": ("ties", 0.0), "ties": ("ties", 0.6), "distinct": ("distinct", 0.3)}
+LOGITS = {"ties": ("ties", 0.6), "distinct": ("distinct", 0.3)}
+NOTHING_RESIDENT = {"ties, nothing resident": ("ties", 0.0)}
 ORDER = {"ahead first": True, "ahead last": False}
+PLAIN = {name: CASES[name] for name in ("slack", "one-token-pages", "in-full-if-it-fits-hysteresis-on-turn")}
 
 
-@pytest.mark.parametrize("case, logits, ahead_first", covering(CASES, LOGITS, ORDER))
+@pytest.mark.parametrize("case, logits, ahead_first", covering(CASES, LOGITS, ORDER) + covering(PLAIN, NOTHING_RESIDENT, ORDER))
 def test_sequences_go_as_with_the_reference(case, logits, ahead_first):
     kind, residency = logits
     ids = torch.int32 if kind == "ties" else torch.int64

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +9,11 @@ from pathlib import Path
 import pytest
 import sglang
 
-from build_server_args import run
+from build_server_args import DEADLINE_S, run
 from room import room_for
-from serving import NEEDLE_MODEL
+from serving import NEEDLE_MODEL, TestServer
 from sglang_freekv import releases
 from sglang_freekv.launch import drift
-from sglang_freekv.launch.server import free_port
 
 INSTALLED = Path(sglang.__file__).parent
 DRIFTED = {  # the file, the name that another one takes the place of, and the target that is hooked
@@ -84,13 +81,13 @@ def test_others_are_served(drifted):
 
 def test_a_server_that_does_not_call_a_hook_is_never_ready(tmp_path):
     tree = tree_with(tmp_path, "srt/managers/tokenizer_manager.py", beside("_create_tokenized_object", "TokenizerManager"))
-    launch = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(NEEDLE_MODEL), "--device", "cpu"]
-    launch += ["--kv-retrieval", "freekv", "--max-total-tokens", "8192", "--port", str(free_port())]
+    flags, log = {"--kv-retrieval": "freekv", "--max-total-tokens": 8192}, tmp_path / "log.txt"
     with room_for(1):
-        done = subprocess.run(launch, text=True, capture_output=True, timeout=300, env=os.environ | {"PYTHONPATH": str(tree)})
-    said = done.stdout + done.stderr
+        server = TestServer(flags, log, {"PYTHONPATH": str(tree)})
+        status = server.process.wait(DEADLINE_S)
+    said = log.read_text()
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
-    assert done.returncode != 0 and f"{target} is hooked, but the first request did not call it" in said and "fired up" not in said, said
+    assert status != 0 and f"{target} is hooked, but the first request did not call it" in said and "fired up" not in said, said
 
 
 @pytest.fixture
