@@ -4,7 +4,8 @@
 | table | attached when | in the process of |
 |---|---|---|
 | ``FRONT`` | SGLang loads its plugins | any |
-| ``LAUNCHER`` | an engine with ``--kv-retrieval`` starts | the HTTP server or ``Engine`` |
+| ``LAUNCHER`` | an engine with ``--kv-retrieval`` starts | the HTTP server or ``Engine``, and every tokenizer worker |
+| ``SERVER`` | the same | the HTTP server |
 | ``SCHEDULER`` | the same | every scheduler |
 | ``LAUNCHER_ON_CPU``, ``SCHEDULER_ON_CPU`` | the same, with ``--device cpu`` | as above |
 
@@ -253,6 +254,14 @@ LAUNCHER = (
         due=HTTP_REQUEST,
     ),
     Patch(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response", "self obj request", AROUND, "proof:wait_for_answer",
+        "the first answer has passed all hooks that a request passes, or it is an error",
+        due=REQUEST,
+    ),
+)
+
+SERVER = (
+    Patch(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog execute_warmup_func launch_callback",
         BEFORE, "mistakes:answer_client_mistakes",
@@ -265,11 +274,6 @@ LAUNCHER = (
         AROUND, "proof:serve",
         "a server whose warm-up called no hook must not say that it is ready",
         due=HTTP_REQUEST,
-    ),
-    Patch(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response", "self obj request", AROUND, "proof:wait_for_answer",
-        "the first answer has passed all hooks that a request passes, or it is an error",
-        due=REQUEST,
     ),
 )
 
@@ -535,7 +539,12 @@ TABLES = (FRONT, LAUNCHER, LAUNCHER_ON_CPU, SCHEDULER, SCHEDULER_ON_CPU)
 
 
 def launcher(device: str) -> tuple[Patch, ...]:
-    """Hooks of the process that serves HTTP, or has made the ``Engine``."""
+    """Hooks of the process that starts an HTTP server, or has made the ``Engine``."""
+    return SERVER + worker(device)
+
+
+def worker(device: str) -> tuple[Patch, ...]:
+    """Hooks of a process that takes requests: the launcher, or a tokenizer worker."""
     return LAUNCHER + (LAUNCHER_ON_CPU if device == "cpu" else ())
 
 

@@ -29,6 +29,10 @@ def in_launcher(original, cls, server_args, *args, **kwargs):
         return original(cls, server_args, *args, **kwargs)
     verify(scheduler_patch.FRONT)
     apply(scheduler_patch.launcher(resolved(server_args).device))
+    if resolved(server_args).tokenizer_worker_num > 1:
+        from sglang_freekv.scheduler_patch import http_worker
+
+        http_worker.take_place()
     mark_launched(server_args)
     call = inspect.signature(original).bind(cls, server_args, *args, **kwargs)
     call.arguments[RUN_SCHEDULER] = partial(run_scheduler, call.arguments[RUN_SCHEDULER])

@@ -160,6 +160,8 @@ def make_for_engine(**kwargs) -> ServerArgs:
         Refusal: FreeKV does not serve an option, a combination of options, or the model.
     """
     options = _take_options(kwargs)
+    if not _is_off(options, kwargs) and (workers := kwargs.get("tokenizer_worker_num", 1)) != 1:
+        raise Refusal(f"tokenizer_worker_num {workers}: SGLang loads no plugins where they join an Engine; leave it out, or serve by HTTP")
     return _make(options, kwargs, lambda settings: ServerArgs(**kwargs | settings))
 
 

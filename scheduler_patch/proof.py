@@ -8,7 +8,8 @@
 | `wait_for_answer` | the first whole answer | the scheduler's hook that counts it |
 | `serve` | SGLang's warm-up has ended | the launcher's hooks, if the answer did not pass `wait_for_answer` |
 
-SGLang ends a server whose warm-up fails; options that skip it are refused. In ``Engine`` the first request fails, and so do all others.
+A tokenizer worker proves its hooks with the first answers of its own. SGLang ends a server whose warm-up fails; options that skip it are
+refused. In ``Engine`` the first request fails, and so do all others.
 """
 
 from __future__ import annotations

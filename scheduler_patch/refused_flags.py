@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from sglang_freekv import releases
 from sglang_freekv.config import BACKEND_NAME, SGLANG_FP8, Refusal, typed
 
 OFF = "or use --kv-retrieval none"
@@ -36,7 +37,7 @@ class Flag(NamedTuple):
     otherwise: str
 
 
-FLAGS = (
+FLAGS: tuple[Flag, ...] = (
     Flag("device", ("cuda", "cpu"), f"FreeKV runs on cuda and cpu; use one of them, {OFF}"),
     Flag("attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
     Flag("prefill_attention_backend", (None, BACKEND_NAME), OWN_BACKEND),
@@ -104,7 +105,6 @@ FLAGS = (
     Flag("dllm_algorithm", (None,), "it decodes blocks of tokens, and FreeKV retrieves pages for one token; use --kv-retrieval none"),
     Flag("enable_deterministic_inference", (False,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
     Flag("rl_on_policy_target", (None,), f"it needs an attention backend of SGLang's choice; leave it out, {OFF}"),
-    Flag("tokenizer_worker_num", (1,), "SGLang loads no plugins in further tokenizer workers; leave it out"),
     Flag("smg_grpc_mode", (False,), f"SGLang loads no plugins in that mode; leave it out, {OFF}"),
     Flag("grpc_mode", (False,), f"SGLang loads no plugins in that mode; leave it out, {OFF}"),
     Flag("skip_server_warmup", (False,), NO_PROOF),
@@ -112,6 +112,8 @@ FLAGS = (
     Flag("msprobe_dump_config", (None,), NO_PROOF),
     Flag("use_ray", (False,), f"SGLang loads no plugins in Ray actors; leave it out, {OFF}"),
 )
+if not releases.has("worker app"):
+    FLAGS += (Flag("tokenizer_worker_num", (1,), "this release loads no plugins in further tokenizer workers; leave it out"),)
 
 
 def refuse_flags(asked: SimpleNamespace) -> None:

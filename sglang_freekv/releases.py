@@ -60,6 +60,10 @@ DIFFERENCES = {
         "0.5.22", "sglang.srt.managers.schedule_batch.Req.extend_end", NEW,
         "req.extend_end takes the place of req.extend_range.end",
     ),
+    "worker app": Difference(
+        "0.5.23", "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH", NEW,
+        "the HTTP app of tokenizer workers has a name that can be set, so they can be hooked",
+    ),
 }
 # fmt: on
 

@@ -95,7 +95,8 @@ def test_whoever_is_preempted_resumes_and_computes_no_page_twice(served):
     resumed = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     batches = re.findall(r"Prefill batch.*#new-token: (\d+), #cached-token: (\d+)", server.log.read_text()[begun:])
     assert resumed == ROWS - 1 and len(batches) == len(prompts) + resumed
-    assert sorted(int(cached) for _, cached in batches) == [0] * len(prompts) + [160] * resumed
+    found = sorted(int(cached) for _, cached in batches)  # who is preempted late has pages of its answer, too
+    assert found[: len(prompts)] == [0] * len(prompts) and all(160 <= cached < 160 + SHORT for cached in found[len(prompts) :])
     assert all(int(new) <= SETTINGS.page for new, cached in batches if int(cached))
     assert_windows_are_free(server)
 

@@ -169,6 +169,7 @@ def facts(tmp_path_factory, taken):
         "engine": engine(kv_retrieval="freekv", freekv_budget=1024, freekv_dense_layers=[2, 0], freekv_tau=1),
         "engine, positional": {"args": [str(NEEDLE_MODEL)], "kwargs": {"device": "cpu", "kv_retrieval": "freekv"}},
         "engine, refused": engine(kv_retrieval="freekv", speculative_algorithm="EAGLE"),
+        "engine, workers": engine(kv_retrieval="freekv", tokenizer_worker_num=2),
         "engine, fraction": engine(kv_retrieval="freekv", freekv_budget=1024.5),
         "engine, unknown method": engine(kv_retrieval="snapkv"),
         "engine, a page that is none": engine(kv_retrieval="freekv", page_size=32.5),
@@ -262,6 +263,9 @@ def test_engine(outcomes):
 def test_engine_raises_value_errors(outcomes):
     refused = outcomes["engine, refused"]
     assert refused["raised"][:2] == ["Refusal", "ValueError"] and refused["message"].startswith("--speculative-algorithm EAGLE: ")
+    assert "tokenizer_worker_num 2: SGLang" in outcomes["engine, workers"]["message"].replace(
+        "--tokenizer-worker-num", "tokenizer_worker_num"
+    )
     assert outcomes["engine, fraction"]["message"].startswith("--freekv-budget 1024.5: expected a whole number of tokens")
     assert outcomes["engine, a page that is none"]["message"].endswith("; use for example --page-size 32")
     assert outcomes["engine, unknown method"]["message"].startswith(

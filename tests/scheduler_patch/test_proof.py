@@ -18,7 +18,7 @@ from sglang_freekv.scheduler_patch import activation, mistakes, observe, proof, 
 from sglang_freekv.scheduler_patch.arguments import CONFIG
 from sglang_freekv.scheduler_patch.registry import COUNTED, DECODE, HTTP_REQUEST, REQUEST, SAMPLE, STEP, TEXT_REQUEST, Drift
 
-PASSED = [patch for patch in scheduler_patch.LAUNCHER if patch.due in (REQUEST, TEXT_REQUEST, HTTP_REQUEST) and patch.concerns()]
+PASSED = [patch for patch in scheduler_patch.launcher("cuda") if patch.due in (REQUEST, TEXT_REQUEST, HTTP_REQUEST) and patch.concerns()]
 STEPPED = [patch for patch in scheduler_patch.scheduler("cpu") if patch.due in (STEP, SAMPLE, DECODE) and patch.concerns()]
 ARGS = SimpleNamespace(**{CONFIG: FreeKVConfig(), "enable_tokenizer_batch_encode": False})
 BY_HTTP = Request({"type": "http", "path": "/generate", "headers": []})
@@ -172,7 +172,7 @@ def test_each_scheduler_says_that_it_is_hooked_or_is_not_ready(rank, monkeypatch
 def test_the_launcher_hands_its_own_start_of_a_scheduler_on(monkeypatch):
     monkeypatch.setattr(activation, "verify", lambda patches: None)
     monkeypatch.setattr(activation, "apply", lambda patches: None)
-    monkeypatch.setattr(activation, "resolved", lambda server_args: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(activation, "resolved", lambda server_args: SimpleNamespace(device="cpu", tokenizer_worker_num=1))
     monkeypatch.setattr(activation, "_announces", False)
     args, handed = SimpleNamespace(**{CONFIG: FreeKVConfig()}), []
 

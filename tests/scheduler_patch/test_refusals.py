@@ -46,7 +46,6 @@ FLAGS = {  # option of ServerArgs: how a user types it
     "cuda_graph_backend_prefill": ("--cuda-graph-backend-prefill", "full"),
     "cuda_graph_prefill_max_context": ("--cuda-graph-prefill-max-context", "4096"),
     "cuda_graph_config": ("--cuda-graph-config", '{"decode": {"backend": "full"}}'),
-    "tokenizer_worker_num": ("--tokenizer-worker-num", "2"),
     "kv_canary": ("--kv-canary", "log"),
     "dllm_algorithm": ("--dllm-algorithm", "LowConfidence"),
     "radix_cache_backend": ("--radix-cache-backend", "flexkv"),
@@ -69,6 +68,8 @@ SWITCHES = (
     "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding",
 )  # fmt: skip
 FLAGS |= {name: ("--" + name.replace("_", "-"),) for name in SWITCHES}
+if not releases.has("worker app"):
+    FLAGS["tokenizer_worker_num"] = ("--tokenizer-worker-num", "2")
 REFUSED, FLAGS = set(FLAGS), {name: flags for name, flags in FLAGS.items() if name in OPTIONS}
 
 VALUES = {  # typed flags: how the refusal begins
