@@ -160,9 +160,10 @@ def make_for_engine(**kwargs) -> ServerArgs:
         Refusal: FreeKV does not serve an option, a combination of options, or the model.
     """
     options = _take_options(kwargs)
-    if not _is_off(options, kwargs) and (workers := kwargs.get("tokenizer_worker_num", 1)) != 1:
+    made = _make(options, kwargs, lambda settings: ServerArgs(**kwargs | settings))
+    if config_of(made) is not None and (workers := resolved(made).tokenizer_worker_num) != 1:
         raise Refusal(f"tokenizer_worker_num {workers}: SGLang loads no plugins where they join an Engine; leave it out, or serve by HTTP")
-    return _make(options, kwargs, lambda settings: ServerArgs(**kwargs | settings))
+    return made
 
 
 def _make(options: Options, asked: dict[str, Any], make: Callable[[dict[str, Any]], ServerArgs]) -> ServerArgs:

@@ -134,10 +134,12 @@ def apply(patches: Iterable[Patch]) -> None:
 def _one_walk() -> Iterator[None]:
     """Replace what modules have imported of hooked functions in one walk over all modules, at the end.
 
-    SGLang walks for each hook. A walk takes 30 ms, and a start has 70 hooks in two processes.
+    SGLang walks for each hook. A release without such a walk has nothing to be spared.
     """
     found: dict[int, tuple[object, object, object]] = {}
-    walk = hook_registry._propagate_patch
+    if (walk := getattr(hook_registry, "_propagate_patch", None)) is None:
+        yield
+        return
 
     def note(original: object, wrapped: object, owner: object) -> int:
         found[id(original)] = original, wrapped, owner

@@ -99,7 +99,7 @@ class TestServer(Server):
         return self.when_idle()
 
     def stop(self) -> None:
-        """Kill it. SGLang takes four seconds to drain; e2e/test_stop.py has servers that do."""
+        """Kill it. SGLang takes seconds to drain; e2e/test_stop.py has servers that do."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -84,7 +84,10 @@ def test_a_server_that_does_not_call_a_hook_is_never_ready(tmp_path):
     flags, log = {"--kv-retrieval": "freekv", "--max-total-tokens": 8192}, tmp_path / "log.txt"
     with room_for(1):
         server = TestServer(flags, log, {"PYTHONPATH": str(tree)})
-        status = server.process.wait(DEADLINE_S)
+        try:
+            status = server.process.wait(DEADLINE_S)
+        finally:
+            server.stop()
     said = log.read_text()
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
     assert status != 0 and f"{target} is hooked, but the first request did not call it" in said and "fired up" not in said, said

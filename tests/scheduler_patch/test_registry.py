@@ -66,6 +66,11 @@ def test_modules_that_have_imported_a_target_get_the_hook(sglang_module, monkeyp
     assert hook_registry._propagate_patch is walk
 
 
+def test_every_hook_is_in_the_tables_that_are_examined():
+    attached = {*scheduler_patch.FRONT, *scheduler_patch.launcher("cpu"), *scheduler_patch.scheduler("cpu")}
+    assert attached == {patch for table in scheduler_patch.TABLES for patch in table}
+
+
 def test_no_two_targets_are_one_function():
     """A walk over all modules for all hooks would give it the last one's."""
     tables = (*scheduler_patch.FRONT, *scheduler_patch.launcher("cpu"), *scheduler_patch.scheduler("cpu"))
