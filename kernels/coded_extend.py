@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang_freekv import kernels
-from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.kernels.extend import ExtendAttention
 from sglang_freekv.kernels.kv import KV, Scales
 from sglang_freekv.kernels.ragged import ragged, to_device
 
@@ -25,9 +25,7 @@ class CodedExtend:
         device: of the scratch.
     """
 
-    def __init__(
-        self, attention: FlashInferExtend | ReferenceExtend, shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, device: str
-    ) -> None:
+    def __init__(self, attention: ExtendAttention, shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, device: str) -> None:
         self.attention, self.page_size = attention, page_size
         self.scratch = KV(*torch.empty(2, *shape, dtype=dtype, device=device))
         self.context, self.rows = self.scratch, torch.empty(0, dtype=torch.int64, device=device)

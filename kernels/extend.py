@@ -6,6 +6,8 @@ The contexts of a staged extend lie end to end in a staging buffer. Those of an 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from sglang_freekv import kernels
@@ -16,6 +18,18 @@ from sglang_freekv.kernels.ragged import ragged, to_device
 # program a tile of queries with its whole context, so that a few new tokens behind a long prefix leave most of the device idle.
 BACKENDS = ("fa2", "auto")
 TILE = 128  # query tokens
+
+
+class ExtendAttention(Protocol):
+    """Causal attention of new tokens over ``[prefix | new]``, for each request on its own. ``FlashInferExtend`` documents it."""
+
+    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
+        """Prepare for all layers of a batch. A request's queries are those of its last ``query_len`` positions."""
+
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend, where ``plan`` says that the contexts lie."""
 
 
 class ReferenceExtend:

@@ -17,6 +17,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context
 from sglang.srt.utils.common import is_hopper_with_cuda_12_3
 
 from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.closing import captured
 from sglang_freekv.config import SGLANG_FP8, Refusal
 from sglang_freekv.cpu_attention import WindowedAttention
 from sglang_freekv.kv_pool import FreeKVPool, pool_of
@@ -24,7 +25,6 @@ from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.sizing import KVShape
 from sglang_freekv.rehearsal import compile_all
 from sglang_freekv.residency import Residency
-from sglang_freekv.seeding import captured
 from sglang_freekv.windowed_pool import WindowedPool
 
 
@@ -106,7 +106,7 @@ class FreeKVAttnBackend(AttentionBackend):
         self.page_table = torch.zeros((max_bs, self._most_pages), dtype=torch.int32, device=device)
         self.frames = torch.full_like(self.page_table, -1)
         if check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
-            self.retrieval.seed_together(self.scales, self.token_to_kv_pool.num_rows, self._most_pages, captured)
+            self.retrieval.close_together(self.scales, self.token_to_kv_pool.num_rows, self._most_pages, captured)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()

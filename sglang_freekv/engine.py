@@ -11,24 +11,13 @@ from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.kernels import Candidates, Misses, Turn
+from sglang_freekv.kernels.extend import ExtendAttention
 from sglang_freekv.kernels.kv import KV
 from sglang_freekv.memory_pool.digest_pool import keys_to_digest
 from sglang_freekv.memory_pool.recall_clock import RecallClock
 from sglang_freekv.memory_pool.store import Store
 from sglang_freekv.memory_pool.transfer import Handle, Streams
 from sglang_freekv.policy import Policy
-
-
-class ExtendAttention(Protocol):
-    """Causal attention of new tokens over ``[prefix | new]``, for each request on its own. ``FlashInferExtend`` documents it."""
-
-    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
-        """Prepare for all layers of a batch. A request's queries are those of its last ``query_len`` positions."""
-
-    def __call__(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attend, where ``plan`` says that the contexts lie."""
 
 
 class Recall(Protocol):

@@ -7,14 +7,16 @@ import logging
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.utils.common import is_hopper_with_cuda_12_3
 
 from sglang_freekv import kernels
 from sglang_freekv.config import GIB, FreeKVConfig
 from sglang_freekv.counts import RetrievalCounts
-from sglang_freekv.engine import ExtendAttention, Recall
+from sglang_freekv.engine import Recall
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.coded_extend import CodedExtend
-from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.kernels.extend import ExtendAttention, FlashInferExtend, ReferenceExtend
+from sglang_freekv.kernels.flash_attention import FlashAttentionExtend, is_computed
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool.copy_engine import CopyEngineRecall
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
@@ -107,18 +109,23 @@ class FreeKVPool(MHATokenToKVPool):
         recall: Recall = kernels.recall_pages
         if self.config.recall == "copy-engine":
             recall = CopyEngineRecall((2, self.page_size, self.head_dim), self.shape.format.storage, self.device)
-        on_gpu = torch.device(self.device).type == "cuda"
-        heads = (self.shape.query_heads, self.head_num, self.head_dim)
-        compute = self.shape.format.compute
-        plain: FlashInferExtend | ReferenceExtend = ReferenceExtend()
-        if on_gpu:
-            plain = FlashInferExtend(*heads, compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)
-        attention: ExtendAttention = plain
+        attention = plain = self._extend_attention()
         self.scratch_bytes = 0
         if self.shape.format.is_coded:
-            attention = coded = CodedExtend(plain, (self.staging_tokens, *heads[1:]), compute, self.page_size, self.device)
+            scratch = self.staging_tokens, self.head_num, self.head_dim
+            attention = coded = CodedExtend(plain, scratch, self.shape.format.compute, self.page_size, self.device)
             self.scratch_bytes = coded.num_bytes
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
+
+    def _extend_attention(self) -> ExtendAttention:
+        """On Hopper FlashAttention 3, as in stock SGLang; FlashInfer on other GPUs, and for heads that the first does not have."""
+        compute = self.shape.format.compute
+        if torch.device(self.device).type != "cuda":
+            return ReferenceExtend()
+        if is_hopper_with_cuda_12_3() and is_computed(self.head_dim, compute):
+            return FlashAttentionExtend(self.page_size, self.device)
+        heads = self.shape.query_heads, self.head_num, self.head_dim
+        return FlashInferExtend(*heads, compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)
 
     def _dense_layer(self, layer_id: int) -> int:
         if layer_id in self.retrieval_index:

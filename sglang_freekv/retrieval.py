@@ -16,23 +16,40 @@ import torch
 
 from sglang_freekv import kernels, schedule
 from sglang_freekv.batch import DecodeBatch, ExtendBatch
+from sglang_freekv.closing import Closing, Work
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.engine import Engine
 from sglang_freekv.extend_plan import ExtendPlan
 from sglang_freekv.kernels.kv import KV
 from sglang_freekv.memory_pool.prefix_stream import PrefixStream
-from sglang_freekv.seeding import Seeding, Work
 
 
 class Retrieval(Engine):
     """The retrieval engine of one model, whose arguments are those of ``Engine``."""
 
-    seeding: Seeding | None = None  # of extends in place, if all layers are to be seeded together
+    closing: Closing | None = None  # of short extends in place, if all layers are to be closed together
 
-    def seed_together(self, scales: Sequence[float], requests: int, pages: int, record: Callable[[Work], Work]) -> None:
-        """Seed all layers of an extend in place together from now on. Arguments are as of ``Seeding``."""
-        previous_queries = [layer.previous_queries for layer in self.cache.layers]
-        self.seeding = Seeding(self.start_rows, previous_queries, scales, requests, pages, record)
+    def close_together(self, scales: Sequence[float], requests: int, pages: int, record: Callable[[Work], Work]) -> None:
+        """Close all layers of a short extend in place together from now on. Arguments are as of ``Closing``."""
+        self.closing = Closing(
+            self.start_rows,
+            partial(self._of_frames, self.digest),
+            partial(self._of_frames, self.offload),
+            previous_queries=[layer.previous_queries for layer in self.cache.layers],
+            scales=scales,
+            requests=requests,
+            pages=pages,
+            page_size=self.config.page_size,
+            record=record,
+        )
+
+    def _of_frames(self, work: Callable[..., None], layer: int, starts: torch.Tensor, host_pages: torch.Tensor) -> None:
+        """``digest`` or ``offload`` of pages that lie in frames of ``layer``, from the token rows ``starts [M]`` on."""
+        work(layer, self.cache.layers[layer].token_rows, self._for_heads(starts), host_pages)
+
+    def _for_heads(self, starts: torch.Tensor) -> torch.Tensor:
+        """``[M, H]`` of ``[M]``: all kv heads of a page begin at the same token row."""
+        return starts[:, None].expand(-1, self.cache.num_kv_heads)
 
     def decode(
         self,
@@ -124,8 +141,9 @@ class Retrieval(Engine):
             keys, values, queries, *where,
             keys=context.keys, values=context.values, previous_queries=cache.previous_queries, scales=context.scales,
         )  # fmt: skip
-        full = context, batch.full_starts[:, None].expand(-1, self.cache.num_kv_heads), batch.full_pages
-        if fills := len(batch.full_pages) > 0:
+        closing = self.closing if self.closing is not None and self.closing.takes(batch) else None
+        full = context, self._for_heads(batch.full_starts), batch.full_pages
+        if fills := len(batch.full_pages) > 0 and closing is None:
             self.in_flight[layer].append(self.streams.transfers.submit(lambda: self.offload(layer, *full)))
         if batch.given is not None and batch.context_starts is not None:
             kernels.fill_frames(context.keys, context.values, batch.context_starts, batch.given, **self._frames_from(context, layer))
@@ -134,7 +152,10 @@ class Retrieval(Engine):
         output = self.extend_attention(asked, attended.keys, attended.values, scale, learned_sinks, **coded)
         if fills:
             self.digest(layer, *full)
-        self._seed(layer, last_queries, batch, context, scale)
+        if closing is None:
+            self._seed(layer, last_queries, batch, context, scale)
+        elif layer == len(self.in_flight) - 1:
+            self._close(layer, batch, closing)
         return output
 
     def _frames_from(self, context: KV, layer: int) -> dict[str, Any]:
@@ -144,14 +165,16 @@ class Retrieval(Engine):
 
     def _seed(self, layer: int, queries: torch.Tensor, batch: ExtendBatch, context: KV, scale: float) -> None:
         """Start the rows anew. Staged pages are copied to the slots; in place no slot is wanted, because every page has a frame."""
-        together = self.seeding if batch.in_place and self.seeding is not None and self.seeding.takes(batch) else None
-        if together is None:
-            self.start_rows(layer, queries, batch, scale)
-        elif layer == len(self.in_flight) - 1:
-            self.in_flight[layer].append(self.streams.selection.submit(partial(together.run, batch)))
+        self.start_rows(layer, queries, batch, scale)
         if batch.context_starts is not None:
             tables, lying = self.cache.layers[layer].tables, (batch.context_starts, batch.rows, batch.seq_lens)
             kernels.fill_pages(context.keys, context.values, *lying, tables, **self._frames_from(context, layer))
+
+    def _close(self, last: int, batch: ExtendBatch, closing: Closing) -> None:
+        """Close all layers behind the last one, ``last``."""
+        if len(batch.full_pages):
+            self.in_flight[last].append(self.streams.transfers.submit(partial(closing.offload, batch)))
+        self.in_flight[last].append(self.streams.selection.submit(partial(closing.run, batch)))
 
     def start_rows(self, layer: int, queries: torch.Tensor, batch: DecodeBatch, scale: float) -> None:
         """Let the rows attend to the pages of their first decode step, which the last tokens' ``queries [B, Hq, D]`` select."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.closing import captured
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.extend_plan import ExtendPlanner
 from sglang_freekv.kernels.coded_extend import CodedExtend
@@ -25,11 +26,10 @@ from sglang_freekv.memory_pool.transfer import Streams
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.residency import Residency
 from sglang_freekv.retrieval import Retrieval
-from sglang_freekv.seeding import captured
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 3, 16
 SCALE = 0.4  # of attention logits; some models have another than one over the root of DIM
-LARGEST_SEEDED, MOST_PAGES = 4, 256  # an extend in place of at most so many requests is seeded in all layers together
+LARGEST_CLOSED, MOST_PAGES = 4, 256  # a short extend in place of at most so many requests is closed in all layers together
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Engine:
             attention = CodedExtend(attention, (500, HEADS, DIM), torch.float32, config.page_size, device)
         self.retrieval = Retrieval(config, policy, store, streams, recall, attention)
         record = (lambda work: work) if device == "cpu" else captured
-        self.retrieval.seed_together([SCALE] * LAYERS, LARGEST_SEEDED, MOST_PAGES, record)
+        self.retrieval.close_together([SCALE] * LAYERS, LARGEST_CLOSED, MOST_PAGES, record)
         self.planner = ExtendPlanner(streams.transfers, config.page_size)
         self.req_to_token = torch.zeros((9, 400 * config.page_size), dtype=torch.int64, device=device)  # as SGLang's
         self.residency, self.in_place = Residency(store.frames, self.req_to_token, config.whole_pages), 0  # extends in place so far

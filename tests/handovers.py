@@ -113,6 +113,12 @@ def pages_are_given_up_and_come_back(engine: Hands) -> None:
     engine.step(third)
 
 
+def pages_are_given_up_layer_by_layer(engine: Hands) -> None:
+    """The same history, with host copies that each layer begins."""
+    engine.retrieval.closing = None
+    pages_are_given_up_and_come_back(engine)
+
+
 def a_table_gets_absent_pages(engine: Hands) -> None:
     """A whole request computes the text of a partial one. SGLang gives it the pages of that one, which were staged and have no frames.
 
@@ -132,7 +138,7 @@ def a_table_gets_absent_pages(engine: Hands) -> None:
 
 
 def a_step_follows_an_extend_in_place(engine: Hands) -> None:
-    """A whole request is seeded in all layers together, behind the last one."""
+    """A whole request is seeded in all layers together, behind the last one, by digests that are made there."""
     request = engine.come(SHORT, row=1)
     engine.late.arm()
     engine.prefill(request)
@@ -166,10 +172,10 @@ def without_waiting_for(name: str) -> Callable[[Hands], None]:
 
 def seeding_beside_the_step(engine: Hands) -> None:
     """A step begins while its rows are seeded, on a stream that it is not behind. A captured step is behind no stream but main."""
-    without_waiting_for(SEED)(engine)
+    without_waiting_for(CLOSE)(engine)
     selection, beside = engine.retrieval.streams.selection, engine.stream()
     submit = selection.submit
-    selection.submit = lambda work, behind=None: (beside.submit if SEED in names(work) else submit)(work, behind)
+    selection.submit = lambda work, behind=None: (beside.submit if CLOSE in names(work) else submit)(work, behind)
 
 
 def without_waiting_for_absent_pages(engine: Hands) -> None:
@@ -219,17 +225,19 @@ class Handover(NamedTuple):
         return Hands(lambda: stream(late), self.lendable, late, device)
 
 
-OFFLOAD, RECALL, SEED = "Retrieval.extend.<locals>.<lambda>", "recall_ahead", "Seeding.run"
+OFFLOAD, RECALL, CLOSE = "Retrieval.extend.<locals>.<lambda>", "recall_ahead", "Closing.run"
+ALL_COPIES = "Closing.offload"
 FEW, MORE, LAST = 14, 36, LAYERS - 1  # frames: one request fits; a whole one, the pages of another, and slots
 HANDOVERS = {
     "recall ahead to slots": Handover(slots_become_frames, FEW, RECALL, LAST, without_waiting_for(RECALL)),
-    "offload from frames": Handover(pages_are_given_up_and_come_back, FEW, OFFLOAD, LAST, without_waiting_for(OFFLOAD)),
+    "offload from frames": Handover(pages_are_given_up_and_come_back, FEW, ALL_COPIES, 0, without_waiting_for(ALL_COPIES)),
+    "offload from frames, layer by layer": Handover(pages_are_given_up_layer_by_layer, FEW, OFFLOAD, LAST, without_waiting_for(OFFLOAD)),
     "absent pages in place": Handover(
         pages_are_given_up_and_come_back, FEW, "PrefixStream._stream.<locals>.<lambda>", 0, without_waiting_for_absent_pages
     ),
     "offload of pages that refill": Handover(a_table_gets_absent_pages, MORE, OFFLOAD, LAST, without_waiting_for(OFFLOAD)),
     "refill": Handover(a_table_gets_absent_pages, MORE, refilling_beside_the_step.__name__, 0, refilling_beside_the_step),
-    "seeding in place": Handover(a_step_follows_an_extend_in_place, FEW, SEED, 0, seeding_beside_the_step),
+    "seeding in place": Handover(a_step_follows_an_extend_in_place, FEW, CLOSE, 0, seeding_beside_the_step),
     "staged pages to frames": Handover(
         staged_pages_are_kept, FEW, keeping_pages_beside_the_extend.__name__, 0, keeping_pages_beside_the_extend
     ),

@@ -190,12 +190,12 @@ def test_between_captured_parts_attention_is_that_of_the_scheduled_batch(monkeyp
 
 
 @pytest.mark.parametrize("breakable", [False, True])
-def test_layers_are_seeded_together_only_where_prefills_are_captured(monkeypatch, breakable):
+def test_layers_are_closed_together_only_where_prefills_are_captured(monkeypatch, breakable):
     made, asked = object.__new__(FreeKVAttnBackend), []
     made.req_to_token_pool, made.context_len = SimpleNamespace(req_to_token=torch.zeros(1)), 320
     made.token_to_kv_pool, made.scales = SimpleNamespace(num_rows=5, page_size=32), [0.5]
     made.dense = SimpleNamespace(init_cuda_graph_state=lambda *sizes: None)
-    made.retrieval = SimpleNamespace(seed_together=lambda *arguments: asked.append(arguments[:3]))
+    made.retrieval = SimpleNamespace(close_together=lambda *arguments: asked.append(arguments[:3]))
     monkeypatch.setattr(backend, "check_cuda_graph_backend", lambda phase, kind: breakable and (phase, kind) == ("prefill", "breakable"))
     made.init_cuda_graph_state(4, 4)
     assert asked == ([([0.5], 5, 16)] if breakable else [])

@@ -15,7 +15,7 @@ LAYERS = (  # a module imports from its own line and from those above
     ("__init__", "architectures", "methods", "presets", "refusal", "layer_taus", "config", "layers"),
     ("kernels", "batch", "counts", "flag", "metrics"),
     ("lending", "memory_pool"),
-    ("digests", "extend_plan", "options", "policy", "residency", "schedule", "seeding"),
+    ("closing", "digests", "extend_plan", "options", "policy", "residency", "schedule"),
     ("engine", "decode_step", "retrieval"),
     ("rehearsal",),
     ("releases",),

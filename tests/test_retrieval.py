@@ -422,15 +422,15 @@ def test_only_absent_pages_of_a_prefix_are_streamed():
     torch.testing.assert_close(outputs[0], torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("prompts", [[100], [99, 64, 30]], ids=["a size that is recorded", "padded to one"])
+@pytest.mark.parametrize("prompts", [[57], [100], [99, 64, 30]], ids=["few pages", "a size that is recorded", "padded to one"])
 @pytest.mark.parametrize("config", ["tight", "two-bit", "louiskv"])
-def test_an_extend_in_place_seeds_all_layers_together(config, prompts):
+def test_a_short_extend_in_place_closes_all_layers_together(config, prompts):
     """As layer by layer, and before the first step: the negative control does without that wait."""
-    outputs, tables = [], []
+    outputs, tables, kept = [], [], []
     for how in ("together", "layer by layer", "nobody waits"):
         engine = Engine(CONFIGS[config], prompts=prompts, steps=6, stream=DeferredStream, resident=400)
         if how == "layer by layer":
-            engine.retrieval.seeding = None
+            engine.retrieval.closing = None
         engine.extend(engine.requests, prompts)
         assert engine.in_place == 1
         if how == "nobody waits":
@@ -438,7 +438,10 @@ def test_an_extend_in_place_seeds_all_layers_together(config, prompts):
         else:
             engine.retrieval.complete_all_transfers()
             tables.append(torch.stack([layer.tables.pages(torch.arange(9)) for layer in engine.retrieval.cache.layers]))
+            kept.append(torch.stack([*engine.retrieval.digests.layers]).view(torch.uint8))
+            kept.append(torch.stack([*engine.retrieval.host.layers]).view(torch.uint8))
         outputs.append(torch.stack([torch.stack(engine.decode(engine.requests)) for _ in range(6)]))
+    assert torch.equal(*kept[::2]) and torch.equal(*kept[1::2]) and kept[1].any()
     assert torch.equal(*tables) and torch.equal(*outputs[:2]) and not torch.equal(outputs[0], outputs[2])
 
 

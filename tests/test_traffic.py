@@ -78,14 +78,19 @@ def _extending_while_a_step_is_in_flight(machine: Traffic) -> None:
 
 
 def _seeding_a_row_only_once(machine: Traffic) -> None:
-    seed, seeded = machine.retrieval._seed, set()
+    seed, close, seeded = machine.retrieval._seed, machine.retrieval.closing.run, set()
 
     def seed_new_rows(layer: int, queries, batch: ExtendBatch, *context) -> None:
         if seeded.isdisjoint(new := {(layer, row) for row in batch.rows.tolist()}):
             seed(layer, queries, batch, *context)
         seeded.update(new)
 
-    machine.retrieval._seed = seed_new_rows
+    def close_for_new_rows(batch: ExtendBatch) -> None:
+        if seeded.isdisjoint(new := {(0, row) for row in batch.rows.tolist()}):
+            close(batch)
+        seeded.update(new)
+
+    machine.retrieval._seed, machine.retrieval.closing.run = seed_new_rows, close_for_new_rows
 
 
 def _recalling_with_an_old_page_table(machine: Traffic) -> None:

@@ -23,12 +23,13 @@ from edges import (
 )
 from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
 from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.closing import without_garbage
 from sglang_freekv.decode_step import DecodeStep
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.kernels.flash_attention import FlashAttentionExtend
 from sglang_freekv.memory_pool.canary import FaultReader
 from sglang_freekv.memory_pool.transfer import CudaStream
-from sglang_freekv.seeding import without_garbage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 
@@ -449,13 +450,24 @@ def test_an_edge_removed_beside_a_graph_is_caught(remove_edge):
     assert any(not torch.equal(_newcomers(delayed_streams(seed), random.Random(seed), remove_edge), expected) for seed in range(40))
 
 
-@pytest.mark.parametrize("size", [8, 32, 64])
-@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "learned sinks"])
-def test_flashinfer_extends_as_the_reference_does(size, sinks):
-    """Staged and in place, through one workspace. In place the plan does not wait for the device."""
+def flash_infer(query_heads: int, kv_heads: int, dim: int, size: int) -> FlashInferExtend:
     pytest.importorskip("flashinfer")
-    heads, group, dim, dtype = 2, 3, 64, torch.bfloat16  # one head_dim, because FlashInfer compiles each for minutes
-    kernel = FlashInferExtend(heads * group, heads, dim, dtype, size, "cuda", 128 << 20)
+    return FlashInferExtend(query_heads, kv_heads, dim, torch.bfloat16, size, "cuda", 128 << 20)
+
+
+def flash_attention(query_heads: int, kv_heads: int, dim: int, size: int) -> FlashAttentionExtend:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention 3 needs a Hopper GPU")
+    return FlashAttentionExtend(size, "cuda")
+
+
+@pytest.mark.parametrize("size", [8, 24, 32, 64])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "learned sinks"])
+@pytest.mark.parametrize("make, dim", [(flash_infer, 64), *((flash_attention, dim) for dim in (64, 80, 128, 256))])
+def test_extends_are_as_the_reference_s(make, dim, size, sinks):
+    """Staged and in place, through one workspace. In place the plan does not wait for the device. FlashInfer compiles each dim for minutes."""
+    heads, group, dtype = 2, 3, torch.bfloat16
+    kernel = make(heads * group, heads, dim, size)
     learned_sinks = 3 * torch.randn(heads * group, dtype=dtype, device="cuda") if sinks else None
     for query_lens, key_lens in (([5, 1, 300, 64], [5, 700, 1300, 128]), ([1], [1])):
         queries, keys, values = (

@@ -14,10 +14,10 @@ from engine import CONFIGS, LAYERS, SCALE, Engine
 from serving import TestServer, freekv, start_all, stop_all
 from sglang_freekv import kernels
 from sglang_freekv.batch import DecodeBatch
+from sglang_freekv.closing import without_garbage
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.memory_pool.transfer import CudaStream
-from sglang_freekv.seeding import without_garbage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; run on one with `bash launch/test.sh tests/gpu`")
 

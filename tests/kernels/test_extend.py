@@ -9,10 +9,23 @@ import torch
 
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
+from sglang_freekv.kernels.flash_attention import FlashAttentionExtend, is_computed
 
 SINKS = pytest.mark.parametrize(
     "sinks", [None, 3 * torch.randn(6, generator=torch.Generator().manual_seed(0))], ids=["no sinks", "learned sinks"]
 )
+
+
+def framed(contexts: tuple[torch.Tensor, torch.Tensor], key_lens: list[int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frames of each context, and keys and values there. What lies behind a context must not matter."""
+    (_, heads, dim), width = contexts[0].shape, max(key_lens) + 1
+    frames = torch.randperm(len(key_lens) * width).int().view(-1, width)
+    pools = torch.full((2, frames.numel(), size, heads, dim), torch.nan)
+    for pool, tokens in zip(pools, contexts):
+        for b, context in enumerate(tokens.split(key_lens)):
+            for token, row in enumerate(context):
+                pool[frames[b, token // size], token % size] = row
+    return frames, pools
 
 
 @pytest.mark.parametrize("size", [1, 8, 24])
@@ -21,12 +34,7 @@ def test_an_extend_in_place_is_the_staged_one(size, sinks):
     torch.manual_seed(0)
     H, group, D, query_lens, key_lens = 2, 3, 16, [5, 1, 30, 24], [5, 70, 130, 48]
     queries, keys, values = torch.randn(60, H * group, D), *torch.randn(2, sum(key_lens), H, D)
-    frames = torch.randperm(4 * 131).int().view(4, 131)
-    pools = torch.full((2, 4 * 131, size, H, D), torch.nan)  # what lies behind a context must not matter
-    for b, contexts in enumerate(zip(keys.split(key_lens), values.split(key_lens))):
-        for pool, context in zip(pools, contexts):
-            for token, row in enumerate(context):
-                pool[frames[b, token // size], token % size] = row
+    frames, pools = framed((keys, values), key_lens, size)
     staged, in_place = ReferenceExtend(), ReferenceExtend()
     staged.plan(query_lens, key_lens)
     in_place.plan(query_lens, key_lens, frames)
@@ -81,3 +89,50 @@ def test_sinks_are_added_to_what_flashinfer_answers(in_place, sinks):
     found = extend(queries, keys, values, 0.25, sinks)
     assert calls == ["alone" if sinks is None else "with sums"]
     torch.testing.assert_close(found, plain(queries, keys, values, *lens, 0.25, sinks)[0], rtol=1e-5, atol=1e-5)
+
+
+def staged_by_flash_attention(queries, keys, values, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, num_splits, sinks, **longest):
+    """Stands in for FlashAttention 3 over contexts end to end."""
+    lens = [ends.diff().tolist() for ends in (cu_seqlens_q, cu_seqlens_k)]
+    assert causal and num_splits == 0 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert longest == {"max_seqlen_q": max(lens[0]), "max_seqlen_k": max(lens[1])}
+    return plain(queries, keys, values, *lens, softmax_scale, sinks)[0]
+
+
+def in_frames_by_flash_attention(queries, keys, values, *, cache_seqlens, page_table, **options):
+    """Stands in for FlashAttention 3 over pages. Its longest context is as long as the page table is wide."""
+    size, lens = keys.shape[1], cache_seqlens.tolist()
+    assert cache_seqlens.dtype == page_table.dtype == torch.int32 and page_table.shape[1] == -(-max(lens) // size)
+    where = torch.cat([page.repeat_interleave(size)[:length].long() for page, length in zip(page_table, lens)])
+    within = torch.cat([torch.arange(length) for length in lens]) % size
+    ends = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+    return staged_by_flash_attention(
+        queries, keys[where, within], values[where, within], cu_seqlens_k=ends, max_seqlen_k=max(lens), **options
+    )
+
+
+@SINKS
+@pytest.mark.parametrize("size", [1, 8, 24])
+def test_flash_attention_is_told_where_the_contexts_lie(size, sinks):
+    """The same object is planned for staged contexts, then for contexts in frames, and back."""
+    torch.manual_seed(0)
+    extend = object.__new__(FlashAttentionExtend)
+    extend.page_size, extend.device = size, torch.device("cpu")
+    extend.attend_staged, extend.attend_in_frames = staged_by_flash_attention, in_frames_by_flash_attention
+    for query_lens, key_lens in (([5, 1, 30, 24], [5, 70, 130, 48]), ([1], [1]), ([3, 3], [96, 24])):
+        queries, keys, values = torch.randn(sum(query_lens), 6, 16), *torch.randn(2, sum(key_lens), 2, 16)
+        expected = plain(queries, keys, values, query_lens, key_lens, 0.25, sinks)[0]
+        frames, pools = framed((keys, values), key_lens, size)
+        for _ in range(2):
+            extend.plan(query_lens, key_lens)
+            torch.testing.assert_close(extend(queries, keys, values, 0.25, sinks), expected)
+            extend.plan(query_lens, key_lens, frames)
+            torch.testing.assert_close(extend(queries, *pools, 0.25, sinks), expected)
+
+
+@pytest.mark.parametrize("head_dim, dtype, computed", [
+    (128, torch.bfloat16, True), (64, torch.float16, True), (256, torch.bfloat16, True), (80, torch.bfloat16, True),
+    (264, torch.bfloat16, False), (100, torch.bfloat16, False), (128, torch.float32, False),
+])  # fmt: skip
+def test_flash_attention_has_heads_of_whole_vectors_in_two_bytes(head_dim, dtype, computed):
+    assert is_computed(head_dim, dtype) == computed

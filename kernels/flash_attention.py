@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extend attention by FlashAttention 3, which SGLang's kernels have for Hopper: nothing is compiled at start, and a batch needs no plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_freekv.kernels.ragged import to_device
+
+HEAD_DIMS = range(8, 257, 8)
+DTYPES = torch.bfloat16, torch.float16
+
+
+class FlashAttentionExtend:
+    """As ``FlashInferExtend``, by FlashAttention 3: over what is staged, or over frames that a page table names.
+
+    Args:
+        page_size: S.
+        device: of the tables.
+    """
+
+    def __init__(self, page_size: int, device: str) -> None:
+        from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self.attend_staged, self.attend_in_frames = flash_attn_varlen_func, flash_attn_with_kvcache
+        self.page_size, self.device = page_size, torch.device(device)
+        self.where: dict[str, Any] = {}
+        self.in_place = False
+
+    def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
+        """As ``FlashInferExtend.plan``."""
+        self.in_place, most = frames is not None, max(key_lens)
+        ends = [[0, *torch.tensor(lens).cumsum(0).tolist()] for lens in (query_lens, key_lens)]
+        packed = to_device(torch.tensor([*ends[0], *ends[1], *key_lens], dtype=torch.int32), self.device)
+        query_ends, key_ends, lengths = packed.split([len(ends[0]), len(ends[1]), len(key_lens)])
+        self.where = {"cu_seqlens_q": query_ends, "max_seqlen_q": max(query_lens)}
+        if frames is None:
+            self.where |= {"cu_seqlens_k": key_ends, "max_seqlen_k": most}
+        else:  # its width is taken for the longest context, by which parts of contexts are shared among programs
+            self.where |= {"cache_seqlens": lengths, "page_table": frames[:, : -(-most // self.page_size)]}
+
+    def __call__(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As ``FlashInferExtend.__call__``."""
+        attend = self.attend_in_frames if self.in_place else self.attend_staged
+        return attend(queries, keys, values, softmax_scale=scale, causal=True, num_splits=0, sinks=learned_sinks, **self.where)
+
+
+def is_computed(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether FlashAttention 3 has heads of this size, and numbers of this type."""
+    return head_dim in HEAD_DIMS and dtype in DTYPES
