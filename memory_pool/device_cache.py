@@ -118,28 +118,32 @@ class DeviceCache:
             table.index_fill_(1, rows, -1)
 
     def check_integrity(self) -> None:
-        """Check the tables of all rows.
+        """As ``check_layer``, for all layers."""
+        for index in range(len(self.layers)):
+            self.check_layer(index)
+
+    def check_layer(self, index: int) -> None:
+        """Check the tables of all rows in a layer.
 
         Raises:
             RuntimeError: a kv head has a page in two slots, attends to a page twice or to an empty slot. Or the kv heads of a row attend
                 to different numbers of pages. Or a row without slots has something in them.
         """
-        without_slots = (self.row_frames[1:] < 0).any(-1)[:, None]
-        for index, layer in enumerate(self.layers):
-            listed = layer.attended[1:]
-            pages = layer.tables.pages(torch.arange(1, self.num_rows, device=listed.device))
-            count = (listed != -1).sum(-1)
-            faults = {
-                "a page twice": _repeats(layer.slot_pages[1:]),
-                "an empty slot attended to": ((listed >= 0) & (pages < 0)).any(-1),
-                "a page attended to twice": _repeats(pages),
-                "pages in slots that are not lent": without_slots & ((layer.slot_pages[1:] >= 0).any(-1) | (listed >= 0).any(-1)),
-                "kv heads that attend to different numbers of pages": count != count[:, :1],
-            }
-            for fault, where in faults.items():
-                if where.any():
-                    bad = (where.any(-1).nonzero().squeeze(1) + 1).tolist()
-                    raise RuntimeError(f"device cache, retrieval layer {index}: {fault} in rows {bad[:8]}, expected none")
+        layer, without_slots = self.layers[index], (self.row_frames[1:] < 0).any(-1)[:, None]
+        listed = layer.attended[1:]
+        pages = layer.tables.pages(torch.arange(1, self.num_rows, device=listed.device))
+        count = (listed != -1).sum(-1)
+        faults = {
+            "a page twice": _repeats(layer.slot_pages[1:]),
+            "an empty slot attended to": ((listed >= 0) & (pages < 0)).any(-1),
+            "a page attended to twice": _repeats(pages),
+            "pages in slots that are not lent": without_slots & ((layer.slot_pages[1:] >= 0).any(-1) | (listed >= 0).any(-1)),
+            "kv heads that attend to different numbers of pages": count != count[:, :1],
+        }
+        for fault, where in faults.items():
+            if where.any():
+                bad = (where.any(-1).nonzero().squeeze(1) + 1).tolist()
+                raise RuntimeError(f"device cache, retrieval layer {index}: {fault} in rows {bad[:8]}, expected none")
 
 
 def _repeats(table: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,8 @@ class DigestPool:
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def check_integrity(self, host: HostPool, host_pages: torch.Tensor, policy: Any) -> None:
-        """Compare digests, bit for bit, with new ones of the keys in the host pool.
+    def check_layer(self, index: int, host: HostPool, host_pages: torch.Tensor, policy: Any) -> None:
+        """Compare digests of a layer, bit for bit, with new ones of the keys in the host pool.
 
         Args:
             host: pool of the keys.
@@ -63,19 +63,19 @@ class DigestPool:
             RuntimeError: a digest differs.
         """
         num_pages, (num_heads, _, page_size, head_dim) = len(host_pages), host.layers[0].shape[1:]
-        for index, digests in enumerate(self.layers):
-            order = torch.arange(num_pages, device=digests.device)
-            starts = (order * page_size)[:, None].expand(-1, num_heads)
-            kv = host.token_rows(index, host_pages, digests.device)
-            expected = torch.empty_like(digests[:num_pages])
-            policy.digests.write(*keys_to_digest(kv, starts, order, page_size, digests.dtype), order, expected)
-            found, expected = (each.flatten(2) for each in (digests[host_pages], expected))
-            bits = INTEGERS[found.element_size()]
-            corner = torch.arange(found.shape[2], device=found.device) < 2 * head_dim  # codes follow the corners
-            wrong = ((found.view(bits) != expected.view(bits)) & ~(corner & found.isnan() & expected.isnan())).flatten(1).any(1)
-            if wrong.any():
-                bad = host_pages[wrong].tolist()
-                raise RuntimeError(
-                    f"digest pool, retrieval layer {index}: {len(bad)} of {num_pages} pages examined do not match the host pool, expected "
-                    f"none, first {bad[:8]}; restart the server"
-                )
+        digests = self.layers[index]
+        order = torch.arange(num_pages, device=digests.device)
+        starts = (order * page_size)[:, None].expand(-1, num_heads)
+        kv = host.token_rows(index, host_pages, digests.device)
+        expected = torch.empty_like(digests[:num_pages])
+        policy.digests.write(*keys_to_digest(kv, starts, order, page_size, digests.dtype), order, expected)
+        found, expected = (each.flatten(2) for each in (digests[host_pages], expected))
+        bits = INTEGERS[found.element_size()]
+        corner = torch.arange(found.shape[2], device=found.device) < 2 * head_dim  # codes follow the corners
+        wrong = ((found.view(bits) != expected.view(bits)) & ~(corner & found.isnan() & expected.isnan())).flatten(1).any(1)
+        if wrong.any():
+            bad = host_pages[wrong].tolist()
+            raise RuntimeError(
+                f"digest pool, retrieval layer {index}: {len(bad)} of {num_pages} pages examined do not match the host pool, expected none, "
+                f"first {bad[:8]}; restart the server"
+            )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,17 +87,23 @@ class Store:
     def canary_bytes(self) -> int:
         return 0 if self.canary is None else self.canary.num_bytes
 
-    def check_integrity(self, host_pages: torch.Tensor, policy: Any) -> None:
-        """Check the invariants of all pools.
+    def checks(self, host_pages: torch.Tensor, policy: Any) -> Iterator[Callable[[], None]]:
+        """The checks of the invariants of all pools, each of a few milliseconds. Nothing may be in flight when one is called.
 
         Args:
-            host_pages: ``[N]`` full pages whose digests are compared with their keys.
+            host_pages: ``[N]`` full pages whose digests are compared with their keys. They may have another owner by then, and be full.
             policy: policy that wrote the digests.
 
-        Raises:
-            RuntimeError: the first invariant that is broken.
+        Yields:
+            functions that raise RuntimeError for the first invariant that is broken.
         """
-        self.host.check_integrity()
-        self.cache.check_integrity()
-        self.frames.check_integrity()
-        self.digests.check_integrity(self.host, host_pages, policy)
+        layers = range(len(self.cache.layers))
+        yield self.host.check_integrity
+        yield from (partial(self.cache.check_layer, layer) for layer in layers)
+        yield self.frames.check_integrity
+        yield from (partial(self.digests.check_layer, layer, self.host, host_pages, policy) for layer in layers)
+
+    def check_integrity(self, host_pages: torch.Tensor, policy: Any) -> None:
+        """All of ``checks``."""
+        for check in self.checks(host_pages, policy):
+            check()

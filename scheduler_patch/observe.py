@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +16,7 @@ from sglang_freekv.scheduler_patch.arguments import CARRIED
 from sglang_freekv.scheduler_patch.quarantine import Quarantine
 
 EXPORT_INTERVAL_S = SWEEP_INTERVAL_S = 1.0
-CHECK_INTERVAL_S = 5.0  # not more often, because a request that arrives during a check waits for it
+CHECK_INTERVAL_S = 5.0
 CHECKED_PAGES = 64
 
 
@@ -32,6 +34,8 @@ class Observer:
         self.pool = pool_of(self.whole_allocator.get_kvcache())
         self.quarantine = Quarantine(scheduler) if self.pool.store.canary is not None else None
         self.rested: dict | None = None
+        self.is_unchecked = False  # whether there was work since the last check
+        self.checks: deque[Callable[[], None]] = deque()  # what is left of a check that has begun
         self.drawing = torch.Generator()  # on a CPU, SGLang samples tokens with the default one
         self.next_export = self.next_check = self.next_sweep = 0.0
         reporter = scheduler.metrics_reporter
@@ -89,33 +93,50 @@ class Observer:
             self.next_export = time.monotonic() + EXPORT_INTERVAL_S
             self.exporter.export(self.metrics())
 
-    def rest(self) -> None:
-        """While no request runs: check the pools and update /metrics, if there was work since the last call.
+    def rest(self, somebody_waits: Callable[[], bool]) -> None:
+        """While no request runs: update /metrics if there was work since the last call, and go on with a check of the pools.
 
+        Between the parts of a check a request that has arrived is served. It waits for no more than a part, of a few milliseconds.
         With a full canary, also examine the next pages in host memory, at most once per ``SWEEP_INTERVAL_S``.
+
+        Args:
+            somebody_waits: whether to return, as the scheduler looks for requests before it calls again.
         """
         if self.quarantine is not None:
             self.quarantine.evict()
         self.pool.residency.note_rest()
         state = self.state()
         if state != self.rested:
-            self.rested = state
-            if time.monotonic() >= self.next_check:
-                self.check()
-                self.next_check = time.monotonic() + CHECK_INTERVAL_S
+            self.rested, self.is_unchecked = state, True
             self.next_export = 0.0
             self.export()
+        if self.is_unchecked and not self.checks and time.monotonic() >= self.next_check:
+            self.next_check, self.is_unchecked = time.monotonic() + CHECK_INTERVAL_S, False
+            self.begin_check()
+        self.check_on(somebody_waits)
         if self.pool.config.canary == "full" and time.monotonic() >= self.next_sweep:
             self.pool.retrieval.complete_all_transfers()
             self.quarantine.sweep_on(self.pool.held_pages(self.allocator), CHECKED_PAGES)
             self.next_sweep = time.monotonic() + SWEEP_INTERVAL_S
 
-    def check(self) -> None:
-        """Raise RuntimeError on the first broken invariant of a pool. Pages that the canary finds changed are quarantined before."""
+    def begin_check(self) -> None:
+        """Draw pages for a check. Those that the canary finds changed are quarantined, and not checked."""
         self.pool.retrieval.complete_all_transfers()
         held = self.pool.held_pages(self.allocator)
         pages = held[torch.randperm(len(held), generator=self.drawing)[:CHECKED_PAGES]].to(self.pool.device)
-        self.pool.store.check_integrity(self.quarantine.sweep(pages) if self.quarantine else pages, self.pool.retrieval.policy)
+        checks = self.pool.store.checks(self.quarantine.sweep(pages) if self.quarantine else pages, self.pool.retrieval.policy)
+        self.checks.extend(checks)
+
+    def check_on(self, somebody_waits: Callable[[], bool]) -> None:
+        """Raise RuntimeError on the first broken invariant of a pool, in the parts of the check that are next until somebody waits.
+
+        With a canary a check is not interrupted: a page that changes after it was examined would be taken for a broken pool.
+        """
+        while self.checks:
+            self.pool.retrieval.complete_all_transfers()
+            self.checks.popleft()()
+            if self.quarantine is None and somebody_waits():
+                return
 
 
 def _observer(scheduler) -> Observer:
@@ -176,6 +197,11 @@ def _prove(batch) -> None:
 
 
 def rest_when_idle(scheduler) -> None:
-    """BEFORE the scheduler's idle housekeeping, which may put it to sleep: check the pools and update /metrics."""
+    """BEFORE the scheduler's idle housekeeping, which may put it to sleep: check the pools and update /metrics.
+
+    A scheduler that does not sleep looks for requests right behind. One that sleeps tells by its sockets whether there are any.
+    """
     if scheduler.is_fully_idle():
-        _observer(scheduler).rest()
+        sockets = getattr(scheduler.idle_sleeper, "poller", None)
+        sleeps = scheduler.idle_sleeper is not None
+        _observer(scheduler).rest(lambda: bool(sockets.poll(0)) if sockets is not None else not sleeps)
