@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from sglang_freekv.kernels.ragged import to_device
+from sglang_freekv.refusal import Refusal
 
 HEAD_DIMS = range(8, 257, 8)
+MOST_PAGE_SIZE = 64  # larger pages may be read whole, and NaN behind the end of a context is not left out then
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -19,11 +21,19 @@ class FlashAttentionExtend:
     Args:
         page_size: S.
         device: of the tables.
+
+    Raises:
+        Refusal: SGLang's kernels cannot be loaded.
     """
 
     def __init__(self, page_size: int, device: str) -> None:
-        from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
+        try:
+            from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+        except ImportError as error:
+            raise Refusal(
+                f"--kv-retrieval: expected FlashAttention 3 in sgl_kernel, because this GPU is a Hopper one, but: {error} "
+                "Reinstall the sglang-kernel that SGLang asks for (pip install --force-reinstall sglang-kernel==VERSION)"
+            ) from error
         self.attend_staged, self.attend_in_frames = flash_attn_varlen_func, flash_attn_with_kvcache
         self.page_size, self.device = page_size, torch.device(device)
         self.where: dict[str, Any] = {}
@@ -49,6 +59,6 @@ class FlashAttentionExtend:
         return attend(queries, keys, values, softmax_scale=scale, causal=True, num_splits=0, sinks=learned_sinks, **self.where)
 
 
-def is_computed(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether FlashAttention 3 has heads of this size, and numbers of this type."""
-    return head_dim in HEAD_DIMS and dtype in DTYPES
+def is_computed(head_dim: int, dtype: torch.dtype, page_size: int) -> bool:
+    """Whether FlashAttention 3 has heads of this size, numbers of this type, and pages whose tails it leaves out."""
+    return head_dim in HEAD_DIMS and dtype in DTYPES and page_size <= MOST_PAGE_SIZE

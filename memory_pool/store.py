@@ -88,10 +88,11 @@ class Store:
         return 0 if self.canary is None else self.canary.num_bytes
 
     def checks(self, host_pages: torch.Tensor, policy: Any) -> Iterator[Callable[[], None]]:
-        """The checks of the invariants of all pools, each of a few milliseconds. Nothing may be in flight when one is called.
+        """The checks of the invariants of all pools, in parts. Nothing may be in flight when one is called.
 
         Args:
-            host_pages: ``[N]`` full pages whose digests are compared with their keys. They may have another owner by then, and be full.
+            host_pages: ``[N]`` full pages whose digests are compared with their keys. Pages that have changed hands by then are compared,
+                too: a page and its digests are replaced together.
             policy: policy that wrote the digests.
 
         Yields:

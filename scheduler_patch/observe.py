@@ -96,7 +96,7 @@ class Observer:
     def rest(self, somebody_waits: Callable[[], bool]) -> None:
         """While no request runs: update /metrics if there was work since the last call, and go on with a check of the pools.
 
-        Between the parts of a check a request that has arrived is served. It waits for no more than a part, of a few milliseconds.
+        Between the parts of a check a request that has arrived is served, unless a canary is on. It waits for no more than a part.
         With a full canary, also examine the next pages in host memory, at most once per ``SWEEP_INTERVAL_S``.
 
         Args:
@@ -112,7 +112,7 @@ class Observer:
             self.export()
         if self.is_unchecked and not self.checks and time.monotonic() >= self.next_check:
             self.next_check, self.is_unchecked = time.monotonic() + CHECK_INTERVAL_S, False
-            self.begin_check()
+            self.checks.append(self.begin_check)
         self.check_on(somebody_waits)
         if self.pool.config.canary == "full" and time.monotonic() >= self.next_sweep:
             self.pool.retrieval.complete_all_transfers()
@@ -199,9 +199,10 @@ def _prove(batch) -> None:
 def rest_when_idle(scheduler) -> None:
     """BEFORE the scheduler's idle housekeeping, which may put it to sleep: check the pools and update /metrics.
 
-    A scheduler that does not sleep looks for requests right behind. One that sleeps tells by its sockets whether there are any.
+    A scheduler that does not sleep looks for requests right behind. One that sleeps tells by its sockets whether there are any. Ranks but
+    the first have none, and wait for the first while it sleeps.
     """
     if scheduler.is_fully_idle():
         sockets = getattr(scheduler.idle_sleeper, "poller", None)
-        sleeps = scheduler.idle_sleeper is not None
+        sleeps = scheduler.server_args.sleep_on_idle
         _observer(scheduler).rest(lambda: bool(sockets.poll(0)) if sockets is not None else not sleeps)

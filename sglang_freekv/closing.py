@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Closing: what ends a short extend in place, in all layers at once behind the last layer.
 
-Digests and host copies are made of the pages that it filled, and its rows start anew. Layer by layer the host launches four kernels for
-these in each, and behind a short prompt the host is what an extend waits for.
+Digests and host copies are made of the pages that it filled, and its rows start anew. Behind a short prompt the host is what an extend
+waits for, and it would launch four kernels for these in each layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OfPages = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class FilledPages:
-    """Does a work on the pages that an extend filled, in all layers; for each size it is recorded once, and reads tables of its own.
+    """A work on the pages that an extend filled, in all layers. It is recorded for each size, and reads tables of its own.
 
     Args:
         work: of one layer: ``(layer, starts [M], host_pages [M])``, the first token row and the host page of each, -1 for padding.
@@ -54,7 +54,7 @@ class FilledPages:
 
 
 class Seeding:
-    """Starts the rows of a batch anew in all layers; for each size of a batch it is recorded once, and reads tables of its own.
+    """Starts the rows of a batch anew in all layers. This is recorded for each size of a batch, and reads tables of its own.
 
     Args:
         start: starts the rows of a batch anew in one layer: ``(layer, queries [B, Hq, D], batch, scale)``.

@@ -25,7 +25,7 @@ def compile_all(
 def rehearse(retrieval: Retrieval, residency: Residency, requests: int, pages: int, *, learned_sinks: torch.Tensor | None = None) -> None:
     """Each way to begin a pass, one extend, a refill of no page, and decode steps of many sizes, all of padding in the first layer.
 
-    Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and FlashInfer's do; they write to row 0, which is padding.
+    Under ``compile_in_parallel`` no kernel of ours runs. PyTorch's and those of extend attention do; they write to row 0, which is padding.
 
     Args:
         requests: B of the largest batch.

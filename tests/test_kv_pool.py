@@ -65,19 +65,19 @@ def test_dense_layers_have_the_type_of_sglang_s_flag(kv_dtype, dense):
     assert pool.store.host.layers[0].dtype == pool.shape.format.storage and pool.scratch_bytes == 2 * 64 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("device, hopper, dtype, head_dim, chosen", [
-    ("cuda", True, torch.bfloat16, 128, "FlashAttention 3"), ("cuda:1", True, torch.float16, 64, "FlashAttention 3"),
-    ("cuda", False, torch.bfloat16, 128, "FlashInfer"), ("cuda", True, torch.bfloat16, 100, "FlashInfer"),
-    ("cuda", True, torch.float32, 128, "FlashInfer"),
+@pytest.mark.parametrize("device, hopper, dtype, head_dim, size, chosen", [
+    ("cuda", True, torch.bfloat16, 128, 8, "FlashAttention 3"), ("cuda:1", True, torch.float16, 64, 64, "FlashAttention 3"),
+    ("cuda", False, torch.bfloat16, 128, 8, "FlashInfer"), ("cuda", True, torch.bfloat16, 100, 8, "FlashInfer"),
+    ("cuda", True, torch.float32, 128, 8, "FlashInfer"), ("cuda", True, torch.bfloat16, 128, 256, "FlashInfer"),
 ])  # fmt: skip
-def test_extends_have_the_attention_of_stock_sglang_on_hopper(monkeypatch, device, hopper, dtype, head_dim, chosen):
+def test_extends_have_the_attention_of_stock_sglang_on_hopper(monkeypatch, device, hopper, dtype, head_dim, size, chosen):
     pool = object.__new__(FreeKVPool)
-    pool.device, pool.page_size, pool.head_num, pool.head_dim = device, 8, 2, head_dim
+    pool.device, pool.page_size, pool.head_num, pool.head_dim = device, size, 2, head_dim
     pool.shape = SimpleNamespace(query_heads=4, format=KVFormat.of("auto", dtype))
     monkeypatch.setattr(kv_pool, "is_hopper_with_cuda_12_3", lambda: hopper)
     monkeypatch.setattr(kv_pool, "FlashAttentionExtend", lambda *given: ("FlashAttention 3", *given))
     monkeypatch.setattr(kv_pool, "FlashInferExtend", lambda *given: ("FlashInfer", *given))
-    given = {"FlashAttention 3": (8, device), "FlashInfer": (4, 2, head_dim, dtype, 8, device, kv_pool.EXTEND_WORKSPACE_BYTES)}
+    given = {"FlashAttention 3": (size, device), "FlashInfer": (4, 2, head_dim, dtype, size, device, kv_pool.EXTEND_WORKSPACE_BYTES)}
     assert pool._extend_attention() == (chosen, *given[chosen])
 
 

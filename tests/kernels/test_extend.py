@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
 from sglang_freekv.kernels.flash_attention import FlashAttentionExtend, is_computed
+from sglang_freekv.refusal import Refusal
 
 SINKS = pytest.mark.parametrize(
     "sinks", [None, 3 * torch.randn(6, generator=torch.Generator().manual_seed(0))], ids=["no sinks", "learned sinks"]
@@ -130,9 +132,15 @@ def test_flash_attention_is_told_where_the_contexts_lie(size, sinks):
             torch.testing.assert_close(extend(queries, *pools, 0.25, sinks), expected)
 
 
-@pytest.mark.parametrize("head_dim, dtype, computed", [
-    (128, torch.bfloat16, True), (64, torch.float16, True), (256, torch.bfloat16, True), (80, torch.bfloat16, True),
-    (264, torch.bfloat16, False), (100, torch.bfloat16, False), (128, torch.float32, False),
+@pytest.mark.parametrize("head_dim, dtype, size, computed", [
+    (128, torch.bfloat16, 8, True), (64, torch.float16, 64, True), (256, torch.bfloat16, 2, True), (80, torch.bfloat16, 24, True),
+    (264, torch.bfloat16, 8, False), (100, torch.bfloat16, 8, False), (128, torch.float32, 8, False), (128, torch.bfloat16, 128, False),
 ])  # fmt: skip
-def test_flash_attention_has_heads_of_whole_vectors_in_two_bytes(head_dim, dtype, computed):
-    assert is_computed(head_dim, dtype) == computed
+def test_flash_attention_has_heads_of_whole_vectors_in_two_bytes(head_dim, dtype, size, computed):
+    assert is_computed(head_dim, dtype, size) == computed
+
+
+def test_a_hopper_gpu_without_flash_attention_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", None)
+    with pytest.raises(Refusal, match="expected FlashAttention 3 in sgl_kernel, .* Reinstall the sglang-kernel"):
+        FlashAttentionExtend(8, "cuda")

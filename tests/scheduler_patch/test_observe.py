@@ -45,6 +45,7 @@ class Idle:
             metrics_reporter=SimpleNamespace(enable_metrics=False),
             is_fully_idle=lambda: True,
             idle_sleeper=sleeper,
+            server_args=SimpleNamespace(sleep_on_idle=waiting is not None),
         )
 
     def checks(self, pages: torch.Tensor, policy) -> list:
@@ -67,7 +68,8 @@ class Idle:
 def test_a_request_waits_for_a_part_of_a_check(monkeypatch):
     """A scheduler that does not sleep looks for requests between calls."""
     idle = Idle(monkeypatch)
-    assert [idle.rest() for _ in range(5)] == [*([part] for part in PARTS), [], []]
+    assert [idle.rest() for _ in range(6)] == [[], *([part] for part in PARTS), [], []]
+    assert len(idle.drawn) == 1
 
 
 def test_a_scheduler_that_sleeps_checks_all_before(monkeypatch):
@@ -77,15 +79,16 @@ def test_a_scheduler_that_sleeps_checks_all_before(monkeypatch):
 
 def test_a_scheduler_that_sleeps_serves_who_has_arrived(monkeypatch):
     idle = Idle(monkeypatch, waiting=True)
-    assert idle.rest() == PARTS[:1]
+    assert [idle.rest(), idle.rest()] == [[], PARTS[:1]]
     idle.waiting = False
     assert idle.rest() == PARTS[1:]
 
 
-def test_a_scheduler_whose_sleep_tells_nothing_checks_all_before(monkeypatch):
-    """SGLang's server in Rust has no socket to ask."""
+@pytest.mark.parametrize("sleeper", [SimpleNamespace(), None], ids=["SGLang's server in Rust", "a rank that is not the first"])
+def test_a_scheduler_whose_sleep_tells_nothing_checks_all_before(monkeypatch, sleeper):
+    """There is no socket to ask."""
     idle = Idle(monkeypatch, waiting=False)
-    del idle.scheduler.idle_sleeper.poller
+    idle.scheduler.idle_sleeper = sleeper
     assert idle.rest() == PARTS
 
 
@@ -101,7 +104,7 @@ def test_a_broken_part_ends_the_server(monkeypatch, broken):
     idle = Idle(monkeypatch)
     idle.fault = broken
     with pytest.raises(RuntimeError, match=f"{broken} is broken"):
-        for _ in PARTS:
+        for _ in range(1 + len(PARTS)):
             idle.rest()
 
 
@@ -119,7 +122,7 @@ def test_work_is_checked_once_at_most_every_interval_and_without_more_work(monke
 def test_a_check_is_ended_before_the_next_begins(monkeypatch):
     """Else what comes last would never be checked under load that leaves it a moment now and then."""
     idle, seen = Idle(monkeypatch), []
-    for _ in range(2 * len(PARTS)):
+    for _ in range(2 * (1 + len(PARTS))):
         seen += idle.rest()
         idle.tokens += 1
         idle.now += CHECK_INTERVAL_S
