@@ -84,6 +84,7 @@ LARGE = ("--contexts", "32768", "131072", "--batches", "16", "8", "1", "--most-t
 SMALLER = "--max-running", "16", "--loads", NEAREST
 FA3 = "--stock-flags=--attention-backend fa3"
 RATES = "--seconds", "60", "--requests", "1000", "--rates"
+BATCHED = "--enable-dynamic-batch-tokenizer"  # else the load is bound by one tokenizer
 MAIN = (crossover.DEFAULT,), (crossover.RESIDENT,), *((name,) for name in crossover.FASTER)
 CONTEXTS = ("--contexts", "2048", "8192", "32768", "131072", "--loads", NEAREST)
 SAME_KV = (f"freekv-{crossover.SAME}", f"{crossover.DEFAULT}-{crossover.SAME}"), (f"stock-{crossover.SAME}", crossover.HICACHE)
@@ -93,6 +94,8 @@ JOBS = (  # the longest first, so that GPUs come to an end together
     Job("latency", LLAMA),
     *Job("goodput", LLAMA, more=(*RATES, "4", "5", "6", "7", "8")).of((goodput.FREEKV,), (goodput.FAST,)),
     *Job("goodput", LLAMA, more=(FA3, *RATES, "3", "3.5", "4", "4.5")).of((goodput.STOCK,)),
+    *Job("goodput", LLAMA, "dynamic-batch", (f"--freekv-flags={BATCHED}", *RATES, "5", "6", "7", "8")).of((goodput.FREEKV,)),
+    *Job("goodput", LLAMA, "dynamic-batch", (f"{FA3} {BATCHED}", *RATES, "3.5", "4", "4.5")).of((goodput.STOCK,)),
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
