@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.paper import goodput, ladder, plots
 from benchmarks.report import markdown
 
-from .names import ABOUT_LOAD, SYSTEMS
+from .names import ABOUT_LOAD, LOADS, SYSTEMS
 from .section import Section
 
 NAMES = SYSTEMS | {goodput.FAST: f"{SYSTEMS['freekv']} with `fast`"}
@@ -17,7 +17,7 @@ DRAWN = {name: (SYSTEMS[name], "") for name in SYSTEMS} | {goodput.FAST: (SYSTEM
 
 def of_goodput(path: Path, directory: Path) -> Section:
     section = Section.of("Goodput under load", path, directory)
-    section.figure += f", {_where(section)}"
+    section.figure += f"{LOADS.get(section.key, '')}, {_where(section)}"
     limits = ladder.Limits(**next(iter(section.results.values()))["limits"])
     rows = ladder.rows_of(section.results, limits, goodput.SYSTEMS)
     lasted = [len(result["ttfts"]) / ladder.offered_of(result) for *_, result in rows]

@@ -33,6 +33,7 @@ ABOUT_LOAD = {  # the same of a load
     "prompt after the other, and it streams all answers, too. By the end of its log FreeKV's scheduler had no queue then. Stock SGLang is "
     "bound by its decode steps.",
 }
+LOADS = {"llama-3.1-8b-dynamic-batch": ", prompts tokenized in batches"}  # what a file of loads has in its title
 EARLIER = ("llama-3.1-8b-recalled",)  # of code before that of the shape's other files
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
 SYSTEMS = {"stock": "stock SGLang", "freekv": "FreeKV"}
