@@ -88,15 +88,15 @@ class FlashInferExtend:
         tiles = sum(-(-length // TILE) for length in query_lens) * self.shape[0]
         self.backend = BACKENDS[0] if 2 * tiles < self.processors else BACKENDS[1]
         if frames is None:
-            self.ragged[self.backend].plan(_bounds(query_lens), _bounds(key_lens), *self.shape, causal=True, q_data_type=self.dtype)
+            self.ragged[self.backend].plan(bounds(query_lens), bounds(key_lens), *self.shape, causal=True, q_data_type=self.dtype)
             return
         keys = torch.tensor(key_lens)
         pages = -(-keys // self.page_size)
         owners, page = ragged(pages)
         held = frames.take(to_device(owners * frames.shape[1] + page, frames.device))
         last_lens = (keys - (pages - 1) * self.page_size).int()  # on the host, as the bounds: FlashInfer computes lengths from both there
-        bounds, shape = (_bounds(query_lens), _bounds(pages.tolist())), (*self.shape, self.page_size)
-        self.paged[self.backend].plan(*bounds, held, last_lens, *shape, causal=True, q_data_type=self.dtype)
+        ends, shape = (bounds(query_lens), bounds(pages.tolist())), (*self.shape, self.page_size)
+        self.paged[self.backend].plan(*ends, held, last_lens, *shape, causal=True, q_data_type=self.dtype)
 
     def __call__(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
@@ -114,6 +114,6 @@ class FlashInferExtend:
         return kernels.add_learned_sinks(output, weights, learned_sinks)
 
 
-def _bounds(lens: list[int]) -> torch.Tensor:
-    """``[B + 1]`` int32: where each request's items begin, and the end of the last one's. FlashInfer needs them on the host."""
+def bounds(lens: list[int]) -> torch.Tensor:
+    """``[B + 1]`` int32: where each request's items begin, and the end of the last one's, on the host."""
     return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)

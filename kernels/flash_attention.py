@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_freekv.kernels.extend import bounds
 from sglang_freekv.kernels.ragged import to_device
 from sglang_freekv.refusal import Refusal
 
@@ -42,12 +43,11 @@ class FlashAttentionExtend:
     def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
         """As ``FlashInferExtend.plan``."""
         self.in_place, most = frames is not None, max(key_lens)
-        ends = [[0, *torch.tensor(lens).cumsum(0).tolist()] for lens in (query_lens, key_lens)]
-        packed = to_device(torch.tensor([*ends[0], *ends[1], *key_lens], dtype=torch.int32), self.device)
-        query_ends, key_ends, lengths = packed.split([len(ends[0]), len(ends[1]), len(key_lens)])
-        self.where = {"cu_seqlens_q": query_ends, "max_seqlen_q": max(query_lens)}
+        tables = bounds(query_lens), bounds(key_lens), torch.tensor(key_lens, dtype=torch.int32)
+        query_bounds, key_bounds, lengths = to_device(torch.cat(tables), self.device).split([len(table) for table in tables])
+        self.where = {"cu_seqlens_q": query_bounds, "max_seqlen_q": max(query_lens)}
         if frames is None:
-            self.where |= {"cu_seqlens_k": key_ends, "max_seqlen_k": most}
+            self.where |= {"cu_seqlens_k": key_bounds, "max_seqlen_k": most}
         else:  # its width is taken for the longest context, by which parts of contexts are shared among programs
             self.where |= {"cache_seqlens": lengths, "page_table": frames[:, : -(-most // self.page_size)]}
 

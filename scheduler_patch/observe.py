@@ -121,7 +121,6 @@ class Observer:
 
     def begin_check(self) -> None:
         """Draw pages for a check. Those that the canary finds changed are quarantined, and not checked."""
-        self.pool.retrieval.complete_all_transfers()
         held = self.pool.held_pages(self.allocator)
         pages = held[torch.randperm(len(held), generator=self.drawing)[:CHECKED_PAGES]].to(self.pool.device)
         checks = self.pool.store.checks(self.quarantine.sweep(pages) if self.quarantine else pages, self.pool.retrieval.policy)

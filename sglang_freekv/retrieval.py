@@ -142,15 +142,15 @@ class Retrieval(Engine):
             keys=context.keys, values=context.values, previous_queries=cache.previous_queries, scales=context.scales,
         )  # fmt: skip
         closing = self.closing if self.closing is not None and self.closing.takes(batch) else None
-        full = context, self._for_heads(batch.full_starts), batch.full_pages
-        if fills := len(batch.full_pages) > 0 and closing is None:
+        full = (context, self._for_heads(batch.full_starts), batch.full_pages) if closing is None and len(batch.full_pages) else None
+        if full is not None:
             self.in_flight[layer].append(self.streams.transfers.submit(lambda: self.offload(layer, *full)))
         if batch.given is not None and batch.context_starts is not None:
             kernels.fill_frames(context.keys, context.values, batch.context_starts, batch.given, **self._frames_from(context, layer))
         attended = cache.kv if batch.in_place else context
         coded = {} if attended.scales is None else {"scales": attended.scales}
         output = self.extend_attention(asked, attended.keys, attended.values, scale, learned_sinks, **coded)
-        if fills:
+        if full is not None:
             self.digest(layer, *full)
         if closing is None:
             self._seed(layer, last_queries, batch, context, scale)
