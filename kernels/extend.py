@@ -14,10 +14,8 @@ from sglang_freekv import kernels
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.ragged import ragged, to_device
 
-# FlashInfer's kernels: one that splits long contexts among programs, and the fastest one of the device. On a Hopper GPU the second gives a
-# program a tile of queries with its whole context, so that a few new tokens behind a long prefix leave most of the device idle.
-BACKENDS = ("fa2", "auto")
-TILE = 128  # query tokens
+# FlashInfer's kernels for every GPU. Those for Hopper take in values behind a staged context's end: the next request's, NaN among them.
+BACKEND = "fa2"
 
 
 class ExtendAttention(Protocol):
@@ -69,13 +67,11 @@ class FlashInferExtend:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
         self.shape, self.dtype, self.page_size, self.in_place = (query_heads, kv_heads, head_dim), dtype, page_size, False
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)  # calls on one stream can share it
         self.ragged, self.paged = (
-            {backend: wrapper(workspace, "NHD", backend=backend) for backend in BACKENDS}
+            wrapper(workspace, "NHD", backend=BACKEND)
             for wrapper in (BatchPrefillWithRaggedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
         )
-        self.backend = BACKENDS[0]
 
     def plan(self, query_lens: list[int], key_lens: list[int], frames: torch.Tensor | None = None) -> None:
         """Prepare for all layers of a batch.
@@ -85,10 +81,8 @@ class FlashInferExtend:
             frames: in place, ``[B, P]`` int32 frame of each logical page, on the device; all pages of the contexts have one. Else None.
         """
         self.in_place = frames is not None
-        tiles = sum(-(-length // TILE) for length in query_lens) * self.shape[0]
-        self.backend = BACKENDS[0] if 2 * tiles < self.processors else BACKENDS[1]
         if frames is None:
-            self.ragged[self.backend].plan(bounds(query_lens), bounds(key_lens), *self.shape, causal=True, q_data_type=self.dtype)
+            self.ragged.plan(bounds(query_lens), bounds(key_lens), *self.shape, causal=True, q_data_type=self.dtype)
             return
         keys = torch.tensor(key_lens)
         pages = -(-keys // self.page_size)
@@ -96,7 +90,7 @@ class FlashInferExtend:
         held = frames.take(to_device(owners * frames.shape[1] + page, frames.device))
         last_lens = (keys - (pages - 1) * self.page_size).int()  # on the host, as the bounds: FlashInfer computes lengths from both there
         ends, shape = (bounds(query_lens), bounds(pages.tolist())), (*self.shape, self.page_size)
-        self.paged[self.backend].plan(*ends, held, last_lens, *shape, causal=True, q_data_type=self.dtype)
+        self.paged.plan(*ends, held, last_lens, *shape, causal=True, q_data_type=self.dtype)
 
     def __call__(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, learned_sinks: torch.Tensor | None = None
@@ -106,11 +100,11 @@ class FlashInferExtend:
         ``keys``, ``values`` are ``[sum(key_lens), H, D]`` contexts end to end, or in place the frames ``[F, S, H, D]``. ``learned_sinks`` are
         as in ``kernels.merge_shares``.
         """
-        attention, context = (self.paged, ((keys, values),)) if self.in_place else (self.ragged, (keys, values))
-        kernel, how = attention[self.backend], {"causal": True, "sm_scale": scale}
+        kernel, context = (self.paged, ((keys, values),)) if self.in_place else (self.ragged, (keys, values))
+        how = {"causal": True, "sm_scale": scale}
         if learned_sinks is None:
             return kernel.forward(queries.contiguous(), *context, **how)
-        output, weights = kernel.forward_return_lse(queries.contiguous(), *context, **how)  # to base 2 in all of BACKENDS
+        output, weights = kernel.forward_return_lse(queries.contiguous(), *context, **how)  # to base 2
         return kernels.add_learned_sinks(output, weights, learned_sinks)
 
 

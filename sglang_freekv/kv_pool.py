@@ -118,11 +118,11 @@ class FreeKVPool(MHATokenToKVPool):
         self.retrieval = Retrieval(self.config, policy, self.store, streams, recall, attention)
 
     def _extend_attention(self) -> ExtendAttention:
-        """On Hopper FlashAttention 3, as in stock SGLang. FlashInfer on other GPUs, and for heads or pages that the first does not take."""
+        """On Hopper FlashAttention 3, as in stock SGLang. FlashInfer on other GPUs, and for heads that the first does not take."""
         compute = self.shape.format.compute
         if torch.device(self.device).type != "cuda":
             return ReferenceExtend()
-        if is_hopper_with_cuda_12_3() and is_computed(self.head_dim, compute, self.page_size):
+        if is_hopper_with_cuda_12_3() and is_computed(self.head_dim, compute):
             return FlashAttentionExtend(self.page_size, self.device)
         heads = self.shape.query_heads, self.head_num, self.head_dim
         return FlashInferExtend(*heads, compute, self.page_size, self.device, EXTEND_WORKSPACE_BYTES)

@@ -312,6 +312,25 @@ class Engine:
         return torch.stack([torch.stack(self.decode(self.requests)) for _ in range(steps)])
 
 
+def others_answers(engine: Engine, steps: int, overflows: bool) -> list[torch.Tensor]:
+    """What all requests but the second are answered, in an extend, one behind a prefix, and ``steps`` decode steps. Queries, keys and
+    values of the second are NaN from some token on if it ``overflows``, and infinite behind that."""
+    second, *others = engine.requests[1], engine.requests[0], *engine.requests[2:]
+    if overflows:
+        for numbers in (second.q, second.k, second.v):
+            numbers[:, 6:] = torch.nan
+            numbers[:, 20::3] = torch.inf
+        second.store()
+    answers = []
+    for upto in ([request.prompt // 32 * 16 for request in engine.requests], [request.prompt for request in engine.requests]):
+        lens = [end - request.tokens for request, end in zip(engine.requests, upto)]
+        answers += [part for output in engine.extend(engine.requests, upto) for i, part in enumerate(output.split(lens)) if i != 1]
+    for _ in range(steps):
+        answers += [output[[0, *range(2, 1 + len(others))]] for output in engine.decode(engine.requests)]
+    engine.retrieval.complete_all_transfers()
+    return answers
+
+
 CONFIGS = {
     "tight": FreeKVConfig(budget_tokens=40, sink_tokens=8, window_tokens=8, page_size=4, tau=0.6, dense_layers=()),
     "least-window": FreeKVConfig(budget_tokens=16, sink_tokens=4, window_tokens=8, page_size=4, tau=0.8, dense_layers=()),

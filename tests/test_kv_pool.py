@@ -68,7 +68,7 @@ def test_dense_layers_have_the_type_of_sglang_s_flag(kv_dtype, dense):
 @pytest.mark.parametrize("device, hopper, dtype, head_dim, size, chosen", [
     ("cuda", True, torch.bfloat16, 128, 8, "FlashAttention 3"), ("cuda:1", True, torch.float16, 64, 64, "FlashAttention 3"),
     ("cuda", False, torch.bfloat16, 128, 8, "FlashInfer"), ("cuda", True, torch.bfloat16, 100, 8, "FlashInfer"),
-    ("cuda", True, torch.float32, 128, 8, "FlashInfer"), ("cuda", True, torch.bfloat16, 128, 256, "FlashInfer"),
+    ("cuda", True, torch.float32, 128, 8, "FlashInfer"), ("cuda", True, torch.bfloat16, 128, 256, "FlashAttention 3"),
 ])  # fmt: skip
 def test_extends_have_the_attention_of_stock_sglang_on_hopper(monkeypatch, device, hopper, dtype, head_dim, size, chosen):
     pool = object.__new__(FreeKVPool)

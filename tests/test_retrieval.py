@@ -12,7 +12,7 @@ import torch
 
 from covering import covering
 from edges import without_waiting_for_the_last_step
-from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step
+from engine import CONFIGS, HEADS, LAYERS, Engine, Request, attend, choose, expected_step, others_answers
 from sglang_freekv import kernels
 from sglang_freekv.config import FreeKVConfig
 from sglang_freekv.decode_step import plans_ahead_first
@@ -346,6 +346,14 @@ def test_prefixes_come_beside_the_last_pass_only_if_that_is_a_graph_that_fills_n
         engine.decode(engine.requests)
         engine.requests[0].tokens = 64
         assert not extend(100)
+
+
+@pytest.mark.parametrize("resident", [0, 400], ids=["none resident", "all resident"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_request_that_overflows_changes_no_other(config, resident):
+    engines = [Engine(config, [64, 99, 48], 12, InlineStream, resident=resident) for _ in range(2)]
+    expected, found = (others_answers(engine, 12, overflows) for engine, overflows in zip(engines, (False, True)))
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
 
 
 def test_the_digest_check_tells_corruption_from_nan():

@@ -21,7 +21,7 @@ from edges import (
     recalling_before_the_plan_ahead,
     scoring_before_the_comparison,
 )
-from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step
+from engine import CONFIGS, LAYERS, SCALE, Engine, Request, expected_step, others_answers
 from sglang_freekv.batch import DecodeBatch
 from sglang_freekv.closing import without_garbage
 from sglang_freekv.decode_step import DecodeStep
@@ -66,6 +66,14 @@ def test_decode_on_a_gpu_has_learned_sinks(name):
             for index, request in enumerate(engine.requests):
                 expected, _ = expected_step(engine.config, request, layer)
                 torch.testing.assert_close(output[index].view_as(expected), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("resident", [0, 400], ids=["none resident", "all resident"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_request_that_overflows_changes_no_other_on_a_gpu(config, resident):
+    engines = [Engine(config, [64, 99, 48], STEPS, cuda_stream, device="cuda", resident=resident) for _ in range(2)]
+    expected, found = (others_answers(engine, STEPS, overflows) for engine, overflows in zip(engines, (False, True)))
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
 
 
 def assert_nothing_changed_in_host_memory(engine: Engine) -> None:
@@ -461,7 +469,7 @@ def flash_attention(query_heads: int, kv_heads: int, dim: int, size: int) -> Fla
     return FlashAttentionExtend(size, "cuda")
 
 
-@pytest.mark.parametrize("size", [8, 24, 32, 64])
+@pytest.mark.parametrize("size", [8, 24, 32, 64, 128])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "learned sinks"])
 @pytest.mark.parametrize("make, dim", [(flash_infer, 64), *((flash_attention, dim) for dim in (64, 80, 128, 256))])
 def test_extends_are_as_the_reference_s(make, dim, size, sinks):
@@ -492,6 +500,24 @@ def test_extends_are_as_the_reference_s(make, dim, size, sinks):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(kernel(queries, *pools, dim**-0.5, learned_sinks).float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("key_lens", [[40, 300, 129], [1024, 999, 1000]], ids=["short contexts", "long contexts"])
+@pytest.mark.parametrize("make", [flash_infer, flash_attention])
+def test_a_request_s_nan_reaches_no_other_staged_one(make, key_lens):
+    """Keys, values and queries of the second request are NaN, and what lies behind the last one is."""
+    heads, group, dim, query_lens = 2, 3, 64, [10, 20, 30]
+    kernel = make(heads * group, heads, dim, 8)
+    buffers = torch.full((2, sum(key_lens) + 300, heads, dim), torch.nan, dtype=torch.bfloat16, device="cuda")
+    contexts, queries = buffers[:, : sum(key_lens)], torch.randn(sum(query_lens), heads * group, dim, dtype=torch.bfloat16, device="cuda")
+    contexts.copy_(torch.randn_like(contexts))
+    expected = reference.extend_attention(queries.float(), *contexts.float(), query_lens, key_lens, dim**-0.5)
+    contexts.split(key_lens, 1)[1].fill_(torch.nan)
+    queries.split(query_lens)[1].fill_(torch.nan)
+    kernel.plan(query_lens, key_lens)
+    found = kernel(queries, *contexts, dim**-0.5, None).float().split(query_lens)
+    for b, told in enumerate(expected.split(query_lens)):
+        torch.testing.assert_close(found[b], told if b != 1 else torch.full_like(told, torch.nan), atol=2e-2, rtol=2e-2, equal_nan=True)
 
 
 def test_a_decode_step_never_waits_for_the_device():

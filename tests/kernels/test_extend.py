@@ -10,7 +10,7 @@ import torch
 
 from sglang_freekv.kernels import reference
 from sglang_freekv.kernels.extend import FlashInferExtend, ReferenceExtend
-from sglang_freekv.kernels.flash_attention import FlashAttentionExtend, is_computed
+from sglang_freekv.kernels.flash_attention import MOST_PAGE_SIZE, FlashAttentionExtend, is_computed
 from sglang_freekv.refusal import Refusal
 
 SINKS = pytest.mark.parametrize(
@@ -86,42 +86,41 @@ def test_sinks_are_added_to_what_flashinfer_answers(in_place, sinks):
         return answer[0]
 
     extend = object.__new__(FlashInferExtend)
-    wrapper = {"fa2": SimpleNamespace(forward=forward, forward_return_lse=forward_return_lse)}
-    extend.backend, extend.in_place, extend.ragged, extend.paged = "fa2", in_place, *((None, wrapper) if in_place else (wrapper, None))
+    wrapper = SimpleNamespace(forward=forward, forward_return_lse=forward_return_lse)
+    extend.in_place, extend.ragged, extend.paged = in_place, *((None, wrapper) if in_place else (wrapper, None))
     found = extend(queries, keys, values, 0.25, sinks)
     assert calls == ["alone" if sinks is None else "with sums"]
     torch.testing.assert_close(found, plain(queries, keys, values, *lens, 0.25, sinks)[0], rtol=1e-5, atol=1e-5)
 
 
-def staged_by_flash_attention(queries, keys, values, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, num_splits, sinks, **longest):
-    """Stands in for FlashAttention 3 over contexts end to end."""
+def one_by_flash_attention(queries, keys, values, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, num_splits, sinks, **longest):
+    """Stands in for FlashAttention 3 over one context, behind which it would take in another's values."""
     lens = [ends.diff().tolist() for ends in (cu_seqlens_q, cu_seqlens_k)]
     assert causal and num_splits == 0 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert longest == {"max_seqlen_q": max(lens[0]), "max_seqlen_k": max(lens[1])}
+    assert longest == {"max_seqlen_q": max(lens[0]), "max_seqlen_k": max(lens[1])} and lens[1] == [len(keys)]
     return plain(queries, keys, values, *lens, softmax_scale, sinks)[0]
 
 
-def in_frames_by_flash_attention(queries, keys, values, *, cache_seqlens, page_table, **options):
+def in_pages_by_flash_attention(queries, keys, values, *, cache_seqlens, page_table, cu_seqlens_q, softmax_scale, sinks, **options):
     """Stands in for FlashAttention 3 over pages. Its longest context is as long as the page table is wide."""
-    size, lens = keys.shape[1], cache_seqlens.tolist()
-    assert cache_seqlens.dtype == page_table.dtype == torch.int32 and page_table.shape[1] == -(-max(lens) // size)
+    size, lens, query_lens = keys.shape[1], cache_seqlens.tolist(), cu_seqlens_q.diff().tolist()
+    assert options == {"causal": True, "num_splits": 0, "max_seqlen_q": max(query_lens)} and size <= MOST_PAGE_SIZE
+    assert cache_seqlens.dtype == page_table.dtype == torch.int32 and page_table.shape == (len(lens), -(-max(lens) // size))
+    assert size > 1 or (0 <= page_table.min() and page_table.max() < len(keys))
     where = torch.cat([page.repeat_interleave(size)[:length].long() for page, length in zip(page_table, lens)])
     within = torch.cat([torch.arange(length) for length in lens]) % size
-    ends = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
-    return staged_by_flash_attention(
-        queries, keys[where, within], values[where, within], cu_seqlens_k=ends, max_seqlen_k=max(lens), **options
-    )
+    return plain(queries, keys[where, within], values[where, within], query_lens, lens, softmax_scale, sinks)[0]
 
 
 @SINKS
-@pytest.mark.parametrize("size", [1, 8, 24])
-def test_flash_attention_is_told_where_the_contexts_lie(size, sinks):
+@pytest.mark.parametrize("size", [1, 8, 24, 64, 80, 128, 134, 67])
+def test_flash_attention_is_told_where_the_contexts_lie(monkeypatch, size, sinks):
     """The same object is planned for staged contexts, then for contexts in frames, and back."""
+    kernels = SimpleNamespace(flash_attn_varlen_func=one_by_flash_attention, flash_attn_with_kvcache=in_pages_by_flash_attention)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", kernels)
     torch.manual_seed(0)
-    extend = object.__new__(FlashAttentionExtend)
-    extend.page_size, extend.device = size, torch.device("cpu")
-    extend.attend_staged, extend.attend_in_frames = staged_by_flash_attention, in_frames_by_flash_attention
-    for query_lens, key_lens in (([5, 1, 30, 24], [5, 70, 130, 48]), ([1], [1]), ([3, 3], [96, 24])):
+    extend = FlashAttentionExtend(size, "cpu")
+    for query_lens, key_lens in (([5, 1, 30, 24], [5, 70, 130, 48]), ([1], [1]), ([3, 3], [96, 24]), ([200], [300])):
         queries, keys, values = torch.randn(sum(query_lens), 6, 16), *torch.randn(2, sum(key_lens), 2, 16)
         expected = plain(queries, keys, values, query_lens, key_lens, 0.25, sinks)[0]
         frames, pools = framed((keys, values), key_lens, size)
@@ -132,12 +131,12 @@ def test_flash_attention_is_told_where_the_contexts_lie(size, sinks):
             torch.testing.assert_close(extend(queries, *pools, 0.25, sinks), expected)
 
 
-@pytest.mark.parametrize("head_dim, dtype, size, computed", [
-    (128, torch.bfloat16, 8, True), (64, torch.float16, 64, True), (256, torch.bfloat16, 2, True), (80, torch.bfloat16, 24, True),
-    (264, torch.bfloat16, 8, False), (100, torch.bfloat16, 8, False), (128, torch.float32, 8, False), (128, torch.bfloat16, 128, False),
+@pytest.mark.parametrize("head_dim, dtype, computed", [
+    (128, torch.bfloat16, True), (64, torch.float16, True), (256, torch.bfloat16, True), (80, torch.bfloat16, True),
+    (264, torch.bfloat16, False), (100, torch.bfloat16, False), (128, torch.float32, False),
 ])  # fmt: skip
-def test_flash_attention_has_heads_of_whole_vectors_in_two_bytes(head_dim, dtype, size, computed):
-    assert is_computed(head_dim, dtype, size) == computed
+def test_flash_attention_has_heads_of_whole_vectors_in_two_bytes(head_dim, dtype, computed):
+    assert is_computed(head_dim, dtype) == computed
 
 
 def test_a_hopper_gpu_without_flash_attention_is_refused_by_name(monkeypatch):
