@@ -87,7 +87,9 @@ RATES = "--seconds", "60", "--requests", "1000", "--rates"
 BATCHED = "--enable-dynamic-batch-tokenizer"  # else the load is bound by one tokenizer
 MAIN = (crossover.DEFAULT,), (crossover.RESIDENT,), *((name,) for name in crossover.FASTER)
 CONTEXTS = ("--contexts", "2048", "8192", "32768", "131072", "--loads", NEAREST)
-SAME_KV = (f"freekv-{crossover.SAME}", f"{crossover.DEFAULT}-{crossover.SAME}"), (f"stock-{crossover.SAME}", crossover.HICACHE)
+SAME_KV = f"freekv-{crossover.SAME}", crossover.HICACHE, f"{crossover.DEFAULT}-{crossover.SAME}", f"stock-{crossover.SAME}"
+THIRTY = ("--contexts", "32768", "--batches", "30", "--most-tokens", "1000000", *("--context-length", "36000", "--max-running", "30"))
+THIRTY += "--host-memory", "126"  # GiB, which hold all prompts: one such server at a time
 JOBS = (  # the longest first, so that GPUs come to an end together
     *Job("crossover", LLAMA, "8-bit", A_MILLION, part="1024k").of((crossover.RESIDENT,)),
     *Job("crossover", LLAMA, more=CONTEXTS).of(*MAIN),
@@ -99,9 +101,7 @@ JOBS = (  # the longest first, so that GPUs come to an end together
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
-    *Job("crossover", LLAMA, "same-kv", (FA3, "--contexts", "32768", "--batches", "30", "16", "1", "--most-tokens", "1000000")).of(
-        *SAME_KV
-    ),
+    *Job("crossover", LLAMA, "same-kv", (FA3, *THIRTY)).of(*((name,) for name in SAME_KV)),
     *Job("crossover", LLAMA, "long", A_MILLION_IN_BF16, part="1024k").of((crossover.DEFAULT,), crossover.FASTER[:1]),
     *Job("crossover", LLAMA, "long", HALF_A_MILLION, part="512k").of((crossover.DEFAULT,), crossover.FASTER[:1]),
     *Job("crossover", "qwen3-32b", more=("--batches", "16", "4", "1", "--most-tokens", "140000", *SMALLER)).of(*MAIN),
