@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.accuracy.page import filled
 from benchmarks.paper import papers, texts
 from benchmarks.paper.sections import SECTIONS, Section
+from benchmarks.paper.sections.names import EARLIER
 from benchmarks.paper.takeaways import takeaways
 from benchmarks.report import ROOT, markdown
 from benchmarks.setups import SHAPES, Setup
@@ -28,8 +29,9 @@ def sections(results: Path, directory: Path) -> list[Section]:
 
 
 def _files(results: Path, name: str) -> list[Path]:
-    """The main one first, then those that ``--suffix`` named."""
-    return [*results.glob(f"{name}.json"), *sorted(results.glob(f"{name}-*.json"))]
+    """The main one first, then those that ``--suffix`` named, and of these earlier code's last."""
+    others = sorted(results.glob(f"{name}-*.json"), key=lambda path: (path.stem.split("-", 2)[2] in EARLIER, path))
+    return [*results.glob(f"{name}.json"), *others]
 
 
 def page(made: list[Section]) -> str:

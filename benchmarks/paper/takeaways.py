@@ -111,7 +111,8 @@ def _evicted(facts: dict) -> str:
     soon = facts.get("evicted")
     if not soon:
         return ""
-    span = f"{min(soon):.2f} to {max(soon):.2f}"
+    least, most = f"{min(soon):.2f}", f"{max(soon):.2f}"
+    span = least if least == most else f"{least} to {most}"
     return f" Where equal KV memory holds only part of stock SGLang's prefixes, FreeKV's first token takes {span} of its time, {facts['memory']}."
 
 

@@ -15,7 +15,7 @@ MEASURED = """## What was measured
 NVIDIA H200s with PCIe 5.0, in bfloat16, with dummy weights in the shapes of public models. If nothing else is said, FreeKV has
 the preset `fast`: a budget of 2,048 tokens with a sink and a window of 512 each, and pages of 32 tokens. Stock SGLang 0.5.17 runs with CUDA
 graphs. Titles of sections name the card, and the attention backend of stock SGLang: FlashAttention 3 or FlashInfer. Where KV is in 8 bits,
-the title says so. HiCache is not in the comparison. No figure is of two kinds of card. Cards of one kind differ by some percent, and the two
+the title says so, and where HiCache is on. No figure is of two kinds of card. Cards of one kind differ by some percent, and the two
 sides of a cell were not always measured on the same one. The last section names commands and commits.
 
 Random weights select at random, so the benchmarks replay the load of a real model. These words describe it, and the figures:

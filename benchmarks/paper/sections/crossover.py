@@ -18,6 +18,7 @@ from .section import Aim, Section, ms
 from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, TOLD
 
 AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
+BY_MEMORY = SAME, KEPT[0]  # titles of what the takeaways tell of the same KV bytes; the last one that was measured counts
 VERY_LONG = 524288  # tokens, of contexts that a section's title tells of
 NAMED = {system: BACKENDS[backend] for system, backend in zip(crossover.FASTER, crossover.BACKENDS)}
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
@@ -40,9 +41,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
     if about := ABOUT.get(section.key) or ABOUT.get(section.shape_key or ""):
         section.add(about)
     for title, pair in crossover.PAIRS.items():
-        rows = [
-            row for row in compared(section.results, *pair) if (row.ours or title not in RESIDENT) and (row.theirs or title not in KEPT)
-        ]
+        rows = [row for row in compared(section.results, *pair) if _is_shown(title, row)]
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
@@ -58,14 +57,19 @@ def of_crossover(path: Path, directory: Path) -> Section:
             drawn, lines = f"{section.shape}, {title}, {where}: {what}", _curves(rows, title)
             if any(row.theirs for row in rows):
                 section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
-            if title == SAME:
-                section.facts |= _memory(rows, held["theirs"], where)
-            elif any(row.tpot[2] for row in rows):
+            if title != SAME and any(row.tpot[2] for row in rows):
                 told = {"earlier": section.key in EARLIER, "longer": {batch: ratio for batch, *_, ratio in longer}}
                 bits = _in_8_bits(section).strip(", ")
                 section.facts.setdefault("servers", {})[title] = _server(title, rows, where, bits) | told
+        if title in BY_MEMORY:
+            section.facts |= _memory(title, rows, held["theirs"], where)
         section.aims += _aims(section, title, rows)
     return section
+
+
+def _is_shown(title: str, row: Compared) -> bool:
+    """FreeKV alone is no result of the same bytes, and stock SGLang alone is a result of none but its own."""
+    return bool((row.ours or title not in (*RESIDENT, *KEPT)) and (row.theirs or title not in (SAME, *KEPT)))
 
 
 def _table(section: Section, rows: list[Compared]) -> str:
@@ -216,10 +220,10 @@ def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tupl
     return curves
 
 
-def _memory(rows: list[Compared], held: float, where: str) -> dict:
+def _memory(title: str, rows: list[Compared], held: float, where: str) -> dict:
     """What the takeaways tell of the same KV bytes."""
-    evicted = [row.ttft[2] for row in rows if row.prefix == "hit/part" and row.ttft[2]]
-    return {"held": held, "memory": f"with `fast` {where}", "evicted": evicted}
+    evicted = [row.ttft[2] for row in rows if (row.prefix == "hit/part" or row.name.endswith("-again")) and row.ttft[2]]
+    return {"held": held, "memory": f"with `fast` {where}{' with HiCache' * (title in KEPT)}", "evicted": evicted}
 
 
 def _server(title: str, rows: list[Compared], where: str, bits: str) -> dict:
@@ -274,9 +278,9 @@ def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
         what = f"{shape}, nothing resident: TPOT / stock SGLang's at batch 1, worst of the contexts"
         worst = max((row.tpot[2] for row in alone), default=None)
         return [Aim(what, worst, 1.05, False, max((row.tpot[2] / _over_least(section, row.ours) for row in alone), default=None))]
-    if title != SAME:
+    if title not in BY_MEMORY:
         return []
-    aims = []
+    aims, beside = [], " with HiCache" * (title in KEPT)
     for what, told in (("decoding", "while decoding"), ("tokens", "with prefill")):
         at = [row for row in rows if row.context == AT and (what == "decoding" or row.prefix == "cold")]
         ours, theirs = ([(rate, row) for row in at if (rate := getattr(row, what)[side])] for side in (0, 1))
@@ -285,7 +289,7 @@ def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
             stock = max(rate for rate, _ in theirs)
             ratio = max(rate for rate, _ in ours) / stock
             possible = max(rate * _sooner(section, row, what) for rate, row in ours) / stock
-        aims.append(Aim(f"{shape}: tokens/s / stock SGLang's at 32K on the same KV bytes, {told}", ratio, 5, True, possible))
+        aims.append(Aim(f"{shape}: tokens/s / stock SGLang's{beside} at 32K on the same KV bytes, {told}", ratio, 5, True, possible))
         section.facts[what] = ratio
     return aims
 
