@@ -117,11 +117,6 @@ class DeviceCache:
         for table in (self.slot_pages, self.attended):
             table.index_fill_(1, rows, -1)
 
-    def check_integrity(self) -> None:
-        """As ``check_layer``, for all layers."""
-        for index in range(len(self.layers)):
-            self.check_layer(index)
-
     def check_layer(self, index: int) -> None:
         """Check the tables of all rows in a layer.
 

@@ -81,7 +81,7 @@ class Streams(NamedTuple):
     """The side streams of a retrieval engine.
 
     Args:
-        selection: scores, plans, the corrections' recalls and the attention to what they brought.
+        selection: scores, plans, the corrections' recalls and the attention to what they brought; digests and seeding of short extends.
         appends: new tokens, and the digest and the offload of a page that one of them fills.
         transfers: recalls ahead, and the offload and the staging of an extend.
     """

@@ -119,7 +119,8 @@ class Retrieval(Engine):
         *,
         learned_sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One extend of one layer: attend to ``[prefix | new]``, digest and offload the pages that are filled, and seed the rows.
+        """One extend of one layer: attend to ``[prefix | new]``, digest and offload the pages that are filled, and seed the rows. A short
+        one in place does all but the attention behind its last layer, for all of them.
 
         Args:
             queries: ``[T, Hq, D]`` post-RoPE.

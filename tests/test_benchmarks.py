@@ -77,7 +77,8 @@ def test_an_engine_does_what_the_load_says(controls):
     counts = engine.retrieval.counts.sum(0)
     assert abs(counts[RECALLED] / (counts[RECALLED] + counts[HITS]) - 0.21) < 0.03
     assert abs(counts[CORRECTED] / (40 * 3 * 2) - 0.59) < 0.12
-    engine.retrieval.cache.check_integrity()
+    for layer in range(len(engine.retrieval.cache.layers)):
+        engine.retrieval.cache.check_layer(layer)
 
 
 def test_an_engine_whose_host_asks_follows_the_load_too(controls):

@@ -30,7 +30,7 @@ def sections(results: Path, directory: Path) -> list[Section]:
 
 def _files(results: Path, name: str) -> list[Path]:
     """The main one first, then those that ``--suffix`` named, and of these earlier code's last."""
-    others = sorted(results.glob(f"{name}-*.json"), key=lambda path: (path.stem.split("-", 2)[2] in EARLIER, path))
+    others = sorted(results.glob(f"{name}-*.json"), key=lambda path: (path.stem.removeprefix("paper-") in EARLIER, path))
     return [*results.glob(f"{name}.json"), *others]
 
 

@@ -25,7 +25,7 @@ def takeaways(sections: list[Section]) -> str:
     servers = [server for section in sections for server in section.facts.get("servers", {}).values()]  # no sentence mixes two
     servers.sort(key=lambda server: (not server["resident"], server["bits"]))
     first = servers[0] if servers else None
-    told = [*_memory(facts), *_alone(first), *_losses(first, facts), *_load(facts), *_methods(facts.get("answers", []), everyone)]
+    told = [*_memory(facts), *_alone(first), *_losses(first, facts), *_load(facts), *_methods(facts, everyone)]
     return "\n\n".join(filter(None, ["\n".join(f"{number}. {text}" for number, text in enumerate(told, 1)), _table(servers)]))
 
 
@@ -61,9 +61,10 @@ def _table(servers: list[dict]) -> str:
 def _memory(facts: dict) -> Iterator[str]:
     if facts.get("decoding") and facts.get("tokens"):
         yield (
-            f"**On the same device memory, long prompts give more tokens per second**. With {facts['held']:.0f} GiB of KV and prompts of 32K tokens, "
-            f"FreeKV decodes {facts['decoding']:.1f} times stock SGLang's tokens per second, {facts['memory']}. With prefill counted the "
-            f"factor is {facts['tokens']:.1f}. Each token takes longer, because more requests decode at once."
+            f"**With little device memory for KV, long prompts give more tokens per second**. With {facts['held']:.0f} GiB of it "
+            f"{facts['prompts']} prompts of 32K tokens decode at {facts['decoding']:.1f} times stock SGLang's tokens per second, "
+            f"{facts['memory']}. With prefill and answers of {facts['answer']} tokens the factor is {facts['tokens']:.1f}. Each token takes "
+            "longer, because more requests decode at once."
         )
 
 
@@ -97,7 +98,7 @@ def _lost(server: dict) -> str:
     late = ""
     if hits:
         told = "on a resident prefix" if server["resident"] else "that streams its prefix from host memory"
-        late = f" After a hit {told} the first token takes {min(hits):.1f} to {max(hits):.1f} times as long there on an idle server."
+        late = f" After a hit {told} the first token takes {min(hits):.2f} to {max(hits):.2f} times as long there, if the server is idle."
     if cold and max(cold) > 1:
         late += f" That of a cold prompt takes {min(cold):.2f} to {max(cold):.2f} times as long."
     return (
@@ -113,7 +114,10 @@ def _evicted(facts: dict) -> str:
         return ""
     least, most = f"{min(soon):.2f}", f"{max(soon):.2f}"
     span = least if least == most else f"{least} to {most}"
-    return f" Where equal KV memory holds only part of stock SGLang's prefixes, FreeKV's first token takes {span} of its time, {facts['memory']}."
+    return (
+        f" Where equal KV memory holds only part of the prefixes, most of stock SGLang's requests wait. Then FreeKV's median first token "
+        f"takes {span} of its time, {facts['memory']}."
+    )
 
 
 def _load(facts: dict) -> Iterator[str]:
@@ -124,18 +128,18 @@ def _load(facts: dict) -> Iterator[str]:
         yield (
             f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
             f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
-            f"requests per second and stock SGLang {best['stock']:.1f}, {facts['under load']}.{fast}"
+            f"requests per second and stock SGLang {best['stock']:.1f}.{fast} That was {facts['under load']}."
         )
 
 
-def _methods(answers: list[Answer], everyone: list[Answer]) -> Iterator[str]:
+def _methods(facts: dict, everyone: list[Answer]) -> Iterator[str]:
     """Of the first shape's long input, and of everyone's long generation."""
-    found = {answer.method: answer for answer in answers if answer[:2] == ("long-input", 8)}
+    found = {answer.method: answer for answer in facts.get("answers", []) if answer[:2] == ("long-input", 8)}
     full = found.get("full")
     if full is None or full.freekv_whole is None:
         return
     text = (
-        f"**Against other methods in one engine the work decides**. On long input at batch 8, full attention decodes "
+        f"**Against other methods in one engine the work decides**. On long input at batch 8{facts['methods']}, full attention decodes "
         f"{full.freekv:.2f} times as long as FreeKV. With prefill its answers take {full.freekv_whole:.2f} times as long."
     )
     generated = [each for each in everyone if each.scenario == "long-generation" and each.freekv]

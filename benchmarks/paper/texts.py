@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.paper.crossover import DEFAULT_LOAD
 from benchmarks.profiles import BY_LAYER, EMULATED, MISSED, NEAREST, PROFILES
 from benchmarks.report import markdown
 
@@ -33,13 +34,13 @@ Random weights select at random, so the benchmarks replay the load of a real mod
 
 LIMITS = """The load has limits that the figures inherit:
 
-- The shares are one model's, {model}, on one task. They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
-  The load {nearest} has those of {small}, layer by layer.
+- The shares of tau-0.8 and tau-0.9 are those of {model} on one task. Those of {nearest} and {default} are of {small}, layer by layer.
+  They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
 - Cells of SGLang whose section names no load, and the ablation, replay x {mean:g} at every context, the mean over contexts. The methods at 32K and above replay it, too.
   The source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured
   again. Between 3K and 10K the methods replayed up to 0.01 less than the source.
 - Cells against stock SGLang whose section names no load replay the c of tau 0.8, and the preset's tau is 0.9. [The data path](data-path.md) has both.
-- Every layer gets the mean of all layers, except under {nearest}. In the one real model that could be measured, layers differ widely:"""
+- Every layer gets the mean of all layers, except under loads whose names end in by-layer. In the one real model that could be measured, layers differ widely:"""
 
 NOTES = """## How to read the methods' rows
 
@@ -80,7 +81,7 @@ Software: {software}."""
 
 def measured() -> str:
     profile, small = PROFILES[EMULATED], PROFILES[BY_LAYER]
-    words = {"model": profile["model"], "nearest": NEAREST, "small": small["model"]}
+    words = {"model": profile["model"], "nearest": NEAREST, "default": DEFAULT_LOAD, "small": small["model"]}
     told = LIMITS.format(**words, mean=MISSED, long=profile["missed_pages_by_context"]["16384"])
     rows = [
         (f"tau {tau}", profile["corrected_kv_heads"][tau], small["corrected_kv_heads"][tau], _ends(small["corrected_by_layer"][tau]))

@@ -13,7 +13,7 @@ from benchmarks.report import markdown
 from benchmarks.setups import STOCK_PAGE
 from sglang_freekv.config import GIB
 
-from .names import ABOUT, BACKENDS, EARLIER
+from .names import ABOUT, BACKENDS
 from .section import Aim, Section, ms
 from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, TOLD
 
@@ -30,7 +30,7 @@ LONGER = (
 
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
-    section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}{', earlier code' * (section.key in EARLIER)}"
+    section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}"
     shortest = min(result["cell"]["context"] for result in section.results.values())
     section.figure += f", from {shortest // 1024}K on" if shortest >= VERY_LONG else ""
     section.add(
@@ -46,7 +46,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
         where = _where(section, rows)
-        words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows), "sent": _sent(rows)}
+        words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows), "sent": _sent(rows), "recalled": _recalled(rows)}
         told = TOLD[title].format(**words, **held) + _stored(rows) + _passes(rows) + _no_room(section, pair[1], rows)
         section.add(f"### {title[0].upper()}{title[1:]}, {where}", told, _table(section, rows))
         longer = _longer(section, pair) if title in RESIDENT else []
@@ -58,7 +58,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
             if any(row.theirs for row in rows):
                 section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
             if title != SAME and any(row.tpot[2] for row in rows):
-                told = {"earlier": section.key in EARLIER, "longer": {batch: ratio for batch, *_, ratio in longer}}
+                told = {"earlier": section.is_earlier, "longer": {batch: ratio for batch, *_, ratio in longer}}
                 bits = _in_8_bits(section).strip(", ")
                 section.facts.setdefault("servers", {})[title] = _server(title, rows, where, bits) | told
         if title in BY_MEMORY:
@@ -138,6 +138,11 @@ def _passes(rows: list[Compared]) -> str:
         f"{told} Figures with brackets are medians of {_span(counts)} passes. The brackets have the least and the most that the ratio is, "
         "whichever passes of both sides are compared."
     )
+
+
+def _recalled(rows: list[Compared]) -> str:
+    """That pages were resident in all cells, if they were: the share of missing ones that a load has then says nothing."""
+    return "" if any(row.ours.get("missed", 1) for row in rows) else " All pages stayed in these cells, so nothing was recalled."
 
 
 def _sent(rows: list[Compared]) -> str:
@@ -223,7 +228,14 @@ def _curves(rows: list[Compared], title: str) -> dict[tuple[str, str], list[tupl
 def _memory(title: str, rows: list[Compared], held: float, where: str) -> dict:
     """What the takeaways tell of the same KV bytes."""
     evicted = [row.ttft[2] for row in rows if (row.prefix == "hit/part" or row.name.endswith("-again")) and row.ttft[2]]
-    return {"held": held, "memory": f"with `fast` {where}{' with HiCache' * (title in KEPT)}", "evicted": evicted}
+    most = max(rows, key=lambda row: row.batch)
+    return {
+        "held": held,
+        "memory": f"with `fast` {where}{' with HiCache' * (title in KEPT)}",
+        "evicted": evicted,
+        "prompts": most.batch,
+        "answer": most.ours.get("new_tokens"),
+    }
 
 
 def _server(title: str, rows: list[Compared], where: str, bits: str) -> dict:

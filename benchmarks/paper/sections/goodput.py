@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.paper import goodput, ladder, plots
 from benchmarks.report import markdown
 
-from .names import ABOUT_LOAD, LOADS, SYSTEMS
+from .names import ABOUT_LOAD, SYSTEMS
 from .section import Section
 
 NAMES = SYSTEMS | {goodput.FAST: f"{SYSTEMS['freekv']} with `fast`"}
@@ -17,12 +17,12 @@ DRAWN = {name: (SYSTEMS[name], "") for name in SYSTEMS} | {goodput.FAST: (SYSTEM
 
 def of_goodput(path: Path, directory: Path) -> Section:
     section = Section.of("Goodput under load", path, directory)
-    section.figure += f"{LOADS.get(section.key, '')}, {_where(section)}"
+    section.figure += f", {_where(section)}"
     limits = ladder.Limits(**next(iter(section.results.values()))["limits"])
     rows = ladder.rows_of(section.results, limits, goodput.SYSTEMS)
     lasted = [len(result["ttfts"]) / ladder.offered_of(result) for *_, result in rows]
     best = ladder.best_of(section.results, limits, goodput.SYSTEMS)
-    section.facts |= {"goodput": best, "limits": limits, "under load": _where(section)}
+    section.facts |= {"goodput": best, "limits": limits, "under load": f"{_where(section)}{', with earlier code' * section.is_earlier}"}
     loads = {system: result["load"] for system, *_, result in rows if "load" in result}
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "

@@ -22,7 +22,7 @@ def of_latency(path: Path, directory: Path) -> Section:
     section = Section.of("Whole answers by method", path, directory)
     answers, cells = latency.answers(section.results), latency.cells(section.results, section.written["runs"])
     limits = _limits(cells)
-    section.facts["answers"] = answers
+    section.facts |= {"answers": answers, "methods": " with earlier code" * section.is_earlier}
     for name, scenario in SCENARIOS.items():
         mine = [answer for answer in answers if answer.scenario == name]
         if mine:

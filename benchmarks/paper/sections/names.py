@@ -16,13 +16,14 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
     "llama-3.1-8b": "Two GPUs of one host were measured beside each other, and first tokens of hits are late by what the other one asks of the "
     "host. During 2k/b4 of the default preset the other one read thirty prefixes from host memory. Two of three passes of stock SGLang's "
     "128k/b1-cold took 1.14 times the third's time per token, while a server on the other GPU started.",
-    "llama-3.1-8b-same-kv": "Two GPUs of one host were measured, not in the same minutes. FreeKV has `fast` at tau 0.8 (c 0.13, x 0.21).",
+    "llama-3.1-8b-same-kv": "Both servers had a GPU of one host, one after the other, beside the main comparison on its other GPU. FreeKV has "
+    "`fast`. It replays c 0.13, x 0.21, as with tau 0.8. Stock SGLang decodes three prompts at once, so most of them wait for their first token.",
     "llama-3.1-8b-8-bit": "Two GPUs of one host were measured beside each other. Cells of 128K with the preset `fast` were measured once, and "
     "all of 128K while FlashInfer computed FreeKV's dense layer. All pages of the prompt of 1M tokens were on the device. Another prompt of "
     "that length, computed cold beside tests, had its first token after 556 s.",
     "llama-3.1-8b-long": "All pages were on the device, beside a copy on the host. The prompt was computed cold once, and stock SGLang was not "
     "measured beside it.",
-    "llama-3.1-8b-recalled": "These figures are of earlier code. FlashInfer computed its dense layer, and most cells keep no page on the device.",
+    "llama-3.1-8b-recalled": "FlashInfer computed FreeKV's dense layer, and most cells keep no page on the device.",
     "minimax-m2-cut": "With dummy weights all tokens of a batch are routed to nearly the same experts. A step then reads fewer weights than "
     "the least time counts, and in service both sides take longer. One layer of the six is dense, where the whole model has one of 62. "
     "One request's step is as short as the host's work for it, at 32K as at 128K. The whole model's is longer than that.",
@@ -33,12 +34,21 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
     "the host ran tests meanwhile.",
 }
 ABOUT_LOAD = {  # the same of a load
-    "llama-3.1-8b": "Beyond 5 requests per second FreeKV's wait for SGLang's tokenizer. It takes some 80 ms for a document's prompt, one "
+    "llama-3.1-8b": "Beyond 5 requests per second FreeKV's probably wait for SGLang's tokenizer. It takes some 80 ms for a document's prompt, one "
     "prompt after the other, and it streams all answers, too. By the end of its log FreeKV's scheduler had no queue then. Stock SGLang is "
     "bound by its decode steps.",
 }
-LOADS = {"llama-3.1-8b-dynamic-batch": ", prompts tokenized in batches"}  # what a file of loads has in its title
-EARLIER = ("llama-3.1-8b-recalled",)  # of code before that of the shape's other files
+TITLED = {  # what a file has in its title
+    "goodput-llama-3.1-8b-dynamic-batch": ", prompts tokenized in batches",
+    "crossover-llama-3.1-8b-same-kv": ", with 16 GiB of KV memory",
+}
+EARLIER = (  # files of code before that of the others: what differs is what a prefill and a prefix hit take
+    *(f"crossover-llama-3.1-8b-{suffix}" for suffix in ("8-bit", "long", "recalled")),
+    *(f"crossover-{shape}" for shape in ("gpt-oss-20b", "minimax-m2-cut", "qwen3-30b-a3b", "qwen3.5-27b-quarter")),
+    "goodput-llama-3.1-8b",
+    *(f"latency-{shape}" for shape in ("llama-3.1-8b", "qwen2.5-7b", "qwen3-8b")),
+    "ablation-llama-3.1-8b",
+)
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
 SYSTEMS = {"stock": "stock SGLang", "freekv": "FreeKV"}
 SCENARIOS = {"long-input": "Long input", "long-generation": "Long generation", "long-both": "Long input and long generation"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .names import BACKENDS, SHAPES
+from .names import BACKENDS, EARLIER, SHAPES, TITLED
 
 SOFTWARE = ("python", "torch", "triton", "sglang")
 
@@ -65,6 +65,16 @@ class Section:
         return self.name.split("-", 2)[2]
 
     @property
+    def is_earlier(self) -> bool:
+        """Whether its code is from before that of other sections."""
+        return self.name.removeprefix("paper-") in EARLIER
+
+    @property
+    def title(self) -> str:
+        told = TITLED.get(self.name.removeprefix("paper-"), "")
+        return f"{self.figure}{told}{', earlier code' * self.is_earlier}: {self.shape}"
+
+    @property
     def shape(self) -> str:
         return SHAPES.get(self.shape_key or "", self.key)
 
@@ -102,7 +112,7 @@ class Section:
 
     @property
     def markdown(self) -> str:
-        return "\n\n".join((f"## {self.figure}: {self.shape}", *self.parts))
+        return "\n\n".join((f"## {self.title}", *self.parts))
 
     @property
     def used(self) -> list[dict]:
@@ -112,12 +122,18 @@ class Section:
     @property
     def sources(self) -> list[tuple]:
         """By what command and on what the results were made, each combination once: rows of the page's last table."""
-        rows = [(self.name, f"`{run['command']}`", *_made(run)) for run in self.used]
+        rows = [(self.name, _commands(run), *_made(run)) for run in self.used]
         return list(dict.fromkeys(rows))
 
     @property
     def software(self) -> list[str]:
         return list(dict.fromkeys(", ".join(f"{name} {run[name]}" for name in SOFTWARE if name in run) for run in self.used))
+
+
+def _commands(run: dict) -> str:
+    """What was typed: one command, or those of processes that nothing but their run's id joins."""
+    typed = [run["command"]] if "benchmarks.paper.run" in run["command"] else run.get("commands", [run["command"]])
+    return ", ".join(f"`{command}`" for command in typed)
 
 
 def _made(run: dict) -> tuple[str | None, str | None, str | None]:

@@ -42,8 +42,8 @@ TOLD = {
     SAME: HELD,
     KEPT[0]: ON_HOST,
     KEPT[1]: f"{USERS} {ON_HOST}",
-    DEFAULT: f"{USERS} Pages stay on the device while there is room.{SENT}",
+    DEFAULT: f"{USERS} Pages stay on the device while there is room.{{recalled}}{SENT}",
 } | {
-    title: f"FreeKV has the preset `fast`, and pages stay on the device while there is room. It replays {_told_of(LOADS[load])}.{SENT}"
+    title: f"FreeKV has the preset `fast`, and pages stay on the device while there is room. It replays {_told_of(LOADS[load])}.{{recalled}}{SENT}"
     for title, load in crossover.UNDER.items()
 }
