@@ -89,6 +89,14 @@ def run_parts(directory: Path) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "launch/test.sh"], cwd=directory, capture_output=True, text=True, timeout=60)
 
 
+def runs(pid: int) -> bool:
+    """Whether the process is there, and has not ended unnoticed by its parent."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_signal_ends_the_parts_that_run(tmp_path):
     checkout(tmp_path, "#!/usr/bin/env bash\necho $$ >>started\nexec sleep 300\n")
     running, started = subprocess.Popen(["bash", "launch/test.sh"], cwd=tmp_path, stdout=subprocess.DEVNULL), tmp_path / "started"
@@ -96,7 +104,7 @@ def test_a_signal_ends_the_parts_that_run(tmp_path):
     running.terminate()
     assert running.wait(30) == 143
     parts = [int(pid) for pid in started.read_text().split()]
-    wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in parts))
+    wait_until(lambda: not any(map(runs, parts)))
     assert len(started.read_text().split()) == 2
 
 
