@@ -315,7 +315,7 @@ class Engine:
 def others_answers(engine: Engine, steps: int, overflows: bool) -> list[torch.Tensor]:
     """What all requests but the second are answered, in an extend, one behind a prefix, and ``steps`` decode steps. Queries, keys and
     values of the second are NaN from some token on if it ``overflows``, and infinite behind that."""
-    second, *others = engine.requests[1], engine.requests[0], *engine.requests[2:]
+    second, others = engine.requests[1], [index for index in range(len(engine.requests)) if index != 1]
     if overflows:
         for numbers in (second.q, second.k, second.v):
             numbers[:, 6:] = torch.nan
@@ -324,9 +324,9 @@ def others_answers(engine: Engine, steps: int, overflows: bool) -> list[torch.Te
     answers = []
     for upto in ([request.prompt // 32 * 16 for request in engine.requests], [request.prompt for request in engine.requests]):
         lens = [end - request.tokens for request, end in zip(engine.requests, upto)]
-        answers += [part for output in engine.extend(engine.requests, upto) for i, part in enumerate(output.split(lens)) if i != 1]
+        answers += [output.split(lens)[index] for output in engine.extend(engine.requests, upto) for index in others]
     for _ in range(steps):
-        answers += [output[[0, *range(2, 1 + len(others))]] for output in engine.decode(engine.requests)]
+        answers += [output[others] for output in engine.decode(engine.requests)]
     engine.retrieval.complete_all_transfers()
     return answers
 

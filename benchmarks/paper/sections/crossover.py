@@ -6,21 +6,18 @@ import math
 from pathlib import Path
 
 from benchmarks.paper import crossover, plots
-from benchmarks.paper.cells import HIT_PASSES
 from benchmarks.paper.comparison import LONG, Compared, compared, long_generation
 from benchmarks.paper.parts import bound_of
 from benchmarks.report import markdown
-from benchmarks.setups import STOCK_PAGE
 from sglang_freekv.config import GIB
 
-from .names import ABOUT, BACKENDS
+from .names import ABOUT
 from .section import Aim, Section, ms
-from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, TOLD
+from .told import DEFAULT, DRAWN, KEPT, PRODUCTION, RESIDENT, SAME, above, backends_of, in_8_bits, where_of
 
 AT, SHORT = 32768, 8192  # tokens, of the aims for the same KV bytes, and for many short contexts
 BY_MEMORY = SAME, KEPT[0]  # titles of what the takeaways tell of the same KV bytes; the last one that was measured counts
 VERY_LONG = 524288  # tokens, of contexts that a section's title tells of
-NAMED = {system: BACKENDS[backend] for system, backend in zip(crossover.FASTER, crossover.BACKENDS)}
 HEADER = ("cell", "slower in", "prefix", "TPOT, ms", "ratio", "TTFT, s", "ratio", "tokens/s", "decoding", "at once", "TPOT / least time")
 LONGER = (
     f"A step of an answer of {LONG.answer:,} tokens to a prompt of {LONG.prompt}, in the mean. Steps were timed at some lengths, and are "
@@ -30,7 +27,7 @@ LONGER = (
 
 def of_crossover(path: Path, directory: Path) -> Section:
     section = Section.of("Against stock SGLang", path, directory)
-    section.figure += f", on {section.devices(section.results.values())}{_in_8_bits(section)}"
+    section.figure += f", on {section.devices(section.results.values())}{in_8_bits(section)}"
     shortest = min(result["cell"]["context"] for result in section.results.values())
     section.figure += f", from {shortest // 1024}K on" if shortest >= VERY_LONG else ""
     section.add(
@@ -45,10 +42,8 @@ def of_crossover(path: Path, directory: Path) -> Section:
         if not rows:
             continue
         held = {who: max(getattr(row, who).get("device_kv_bytes", 0) for row in rows) / GIB for who in ("ours", "theirs")}
-        where = _where(section, rows)
-        words = {"stay": _stay(section, pair[0], rows), "slower": _slower(section, rows), "sent": _sent(rows), "recalled": _recalled(rows)}
-        told = TOLD[title].format(**words, **held) + _stored(rows) + _passes(rows) + _no_room(section, pair[1], rows)
-        section.add(f"### {title[0].upper()}{title[1:]}, {where}", told, _table(section, rows))
+        where = where_of(section, rows)
+        section.add(f"### {title[0].upper()}{title[1:]}, {where}", above(section, title, pair, rows, held), _table(section, rows))
         longer = _longer(section, pair) if title in RESIDENT else []
         if longer:
             section.add(LONGER, _long_table(longer))
@@ -59,7 +54,7 @@ def of_crossover(path: Path, directory: Path) -> Section:
                 section.picture(DRAWN[title], plots.curves, drawn, "requests sent at once", unit, lines, "FreeKV", doubling=True)
             if title != SAME and any(row.tpot[2] for row in rows):
                 told = {"earlier": section.is_earlier, "longer": {batch: ratio for batch, *_, ratio in longer}}
-                bits = _in_8_bits(section).strip(", ")
+                bits = in_8_bits(section).strip(", ")
                 section.facts.setdefault("servers", {})[title] = _server(title, rows, where, bits) | told
         if title in BY_MEMORY:
             section.facts |= _memory(title, rows, held["theirs"], where)
@@ -73,7 +68,7 @@ def _is_shown(title: str, row: Compared) -> bool:
 
 
 def _table(section: Section, rows: list[Compared]) -> str:
-    lines, several = [], len(_used(section, rows)) > 1
+    lines, several = [], len(backends_of(section, rows)) > 1
     for row in rows:
         tpot = _both(value and ms(value) for value in row.tpot[:2]), row.told_tpot
         ttft = _both(_two(value) for value in row.ttft[:2]), _two(row.ttft[2])
@@ -98,107 +93,6 @@ def _longer(section: Section, pair: tuple[str, ...]) -> list[tuple]:
 
 def _both(pair) -> str:
     return " / ".join("-" if value is None else str(value) for value in pair)
-
-
-def _stay(section: Section, system: str, rows: list[Compared]) -> str:
-    """In which cells pages could stay on FreeKV's device: those whose server had frames beside the slots of all rows."""
-
-    def had_room(result: dict) -> bool:
-        told = section.written["runs"][result["run"]].get(f"server {system}", {}).get("freekv", {})
-        return told.get("frame_tokens", 0) > (told.get("device_rows", 0) + 1) * told.get("device_cache_tokens", 0)
-
-    without = [row.name for row in rows if row.ours and not had_room(row.ours)]
-    if not without:
-        return " FreeKV's pages stay there while there is room."
-    which = "" if len(without) == sum(bool(row.ours) for row in rows) else f" in {', '.join(without)}"
-    return f" Nothing is resident in FreeKV's{which}."
-
-
-def _stored(rows: list[Compared]) -> str:
-    """Whose KV is not of the model's type."""
-    told = ""
-    for who, side in (("FreeKV", "ours"), ("Stock SGLang", "theirs")):
-        found = dict.fromkeys(getattr(row, side).get("kv_dtype", "auto") for row in rows)
-        told += "".join(f" {who} stores KV in {dtype}." for dtype in found if dtype != "auto")
-    return told
-
-
-def _in_8_bits(section: Section) -> str:
-    return ", KV in 8 bits" if any(result.get("kv_dtype", "auto") != "auto" for result in section.results.values()) else ""
-
-
-def _passes(rows: list[Compared]) -> str:
-    """How cells were measured that have a spread, and of which batches a second visit is told."""
-    again = [row.name for row in rows if row.name.endswith("-again")]
-    told = f" The prompts of {', '.join(again)} were sent a second time." if again else ""
-    counts = [len(side["passes"]) for row in rows if row.tpot_span for side in (row.ours, row.theirs)]
-    if not counts:
-        return told
-    return (
-        f"{told} Figures with brackets are medians of {_span(counts)} passes. The brackets have the least and the most that the ratio is, "
-        "whichever passes of both sides are compared."
-    )
-
-
-def _recalled(rows: list[Compared]) -> str:
-    """That pages were resident in all cells, if they were: the share of missing ones that a load has then says nothing."""
-    return "" if any(row.ours.get("missed", 1) for row in rows) else " All pages stayed in these cells, so nothing was recalled."
-
-
-def _sent(rows: list[Compared]) -> str:
-    """How often prompts were sent that hit."""
-    hits = [side for row in rows for side in (row.ours, row.theirs) if side.get("prefix") == "hit"]
-    return _span([HIT_PASSES + len(side.get("passes", [side])) for side in hits] or [HIT_PASSES + 1])
-
-
-def _span(counts: list[int]) -> str:
-    least, most = min(counts), max(counts)
-    return str(least) if least == most else f"{least} to {most}"
-
-
-def _used(section: Section, rows: list[Compared]) -> list[str]:
-    """The backends whose figures stock SGLang's are, as far as the results tell."""
-    names = [(row, name) for row in rows for name in row.by.split(", ") if name]
-    return list(dict.fromkeys(filter(None, (NAMED.get(name) or section.backend(row.theirs, name) for row, name in names))))
-
-
-def _where(section: Section, rows: list[Compared]) -> str:
-    """The cards, and what FreeKV is held against there."""
-    used = _used(section, rows)
-    stock = f"the faster of {' and '.join(used)}" if len(used) > 1 else "".join(used) or "stock SGLang"
-    return f"on {section.devices(side for row in rows for side in (row.ours, row.theirs) if side)} against {stock}"
-
-
-def _slower(section: Section, rows: list[Compared]) -> str:
-    """Where several backends were timed, whose figures do not stand there."""
-    both = [row for row in rows if len(row.among) > 1]
-    if not both:
-        return ""
-    used = _used(section, rows)
-    if len(used) > 1:
-        return " The last column names the backend that TPOT and TTFT are of."
-    others = dict.fromkeys(NAMED[name] for row in both for name in row.among if NAMED[name] not in used)
-    return f" {' and '.join(others)} was timed in {', '.join(row.name for row in both)}, too, and is slower there."
-
-
-def _no_room(section: Section, system: str, rows: list[Compared]) -> str:
-    """By how few tokens a prompt does not fit the pool of stock SGLang."""
-    refused = [row for row in rows if row.theirs.get("prefix") == "no room" and row.batch == 1]
-    pools = [section.written["runs"][row.theirs["run"]].get(f"server {system}", {}).get("max_total_num_tokens") for row in refused]
-    if not refused or None in pools:
-        return ""
-    tokens = max(row.ours.get("new_tokens", 0) or _new_tokens(section, system) for row in refused)
-    context, pool = refused[0].context, pools[0]
-    needed = context + tokens + STOCK_PAGE
-    return (
-        f" Stock SGLang's pool holds {pool:,} tokens. One prompt of {context:,} with {tokens} new tokens and a page needs "
-        f"{needed - pool} more, so its cells of that context say *no room*. A pool larger by that much would serve one such request at "
-        "a time."
-    )
-
-
-def _new_tokens(section: Section, system: str) -> int:
-    return max((result.get("new_tokens", 0) for key, result in section.results.items() if key.startswith(f"{system}/")), default=0)
 
 
 def _over_least(section: Section, result: dict) -> float | None:
@@ -284,7 +178,7 @@ def _aims_resident(where: str, load: str, rows: list[Compared]) -> list[Aim]:
 def _aims(section: Section, title: str, rows: list[Compared]) -> list[Aim]:
     shape = section.shape
     if title in crossover.UNDER:
-        return _aims_resident(f"{shape}{_in_8_bits(section)}, {_where(section, rows)}", crossover.UNDER[title], rows)
+        return _aims_resident(f"{shape}{in_8_bits(section)}, {where_of(section, rows)}", crossover.UNDER[title], rows)
     if title == PRODUCTION:
         alone = [row for row in rows if row.batch == 1 and row.tpot[2]]
         what = f"{shape}, nothing resident: TPOT / stock SGLang's at batch 1, worst of the contexts"
