@@ -152,7 +152,7 @@ def _forget_kernel(
 
 @triton.jit
 def _context(p_req_to_token, p_rows, p_seq_lens, i_b, token_stride_row, S: tl.constexpr):
-    """Token slots of a request's context, and its number of pages, 0 for padding."""
+    """KV indices of a request's context, and its number of pages, 0 for padding."""
     i_row = tl.load(p_rows + i_b).to(tl.int64)
     num_pages = tl.where(i_row > 0, tl.cdiv(tl.load(p_seq_lens + i_b).to(tl.int32), S), 0)
     return p_req_to_token + i_row * token_stride_row, num_pages

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page table: the host page and the frame of each logical page of a forward pass, read from SGLang's token slots."""
+"""Page table: the host page and the frame of each logical page of a forward pass, read from SGLang's KV indices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specification of the kernels by which frames change hands between passes; letters as in ``reference``.
 
-T is the longest context, and ``req_to_token [R, T]`` is SGLang's token slot of each position of each row. A token slot // S is a host page.
+T is the longest context, and ``req_to_token [R, T]`` is SGLang's KV index of each position of each row. A KV index // S is a host page.
 Frames are pushed and popped in the order of the batch and then of the pages, so that all ranks give a page the same frame. Whole rows are
 served before partial ones.
 """

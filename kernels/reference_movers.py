@@ -194,10 +194,10 @@ def snapshot_pages(
     tables: FrameTables | None = None,
     frames: torch.Tensor | None = None,
 ) -> None:
-    """Read the host pages of every request from the token slots of its pages. A page that the next token may begin is included.
+    """Read the host pages of every request from the KV indices of its pages. A page that the next token may begin is included.
 
     Args:
-        req_to_token: ``[R, T]`` SGLang's token slot of each position; T is the longest context.
+        req_to_token: ``[R, T]`` SGLang's KV index of each position; T is the longest context.
         rows: ``[B]`` row of each request.
         seq_lens: ``[B]`` tokens of context.
         page_table: ``[B, P]`` written: logical page -> host page, 0 beyond the context.

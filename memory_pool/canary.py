@@ -17,13 +17,14 @@ MOST_FAULTS = 256  # places of the ring
 
 @dataclass(frozen=True)
 class Fault:
-    """A unit that changed in host memory after it was written: where it belongs, and its two checksums."""
+    """A unit that changed in host memory after it was written: where it belongs, its two checksums, and whether an idle server found it."""
 
     layer: int
     host_page: int
     head: int
     found: int
     expected: int
+    swept: bool = False
 
     @property
     def unit(self) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from sglang_freekv.kernels.frame_tables import ABSENT, WHOLE, FrameCounts, Frame
 from sglang_freekv.memory_pool.device_cache import DeviceCache
 from sglang_freekv.memory_pool.frame_check import check_frames
 from sglang_freekv.memory_pool.readback import Readback
-from sglang_freekv.memory_pool.reclaim import Worth, least_recent, reclaim
+from sglang_freekv.memory_pool.reclaim import reclaim
 
 
 class Frames:
@@ -26,11 +26,10 @@ class Frames:
         cache: whose frames and slots.
         num_host_pages: pages of the host pool, the padding page included.
         resident: whether pages of partial rows may have frames. Without it every row must be partial.
-        worth: ``(tables, pages)`` -> ``[N]`` int64; a reclaim gives up the idle pages of least worth.
     """
 
-    def __init__(self, cache: DeviceCache, num_host_pages: int, *, resident: bool = True, worth: Worth = least_recent) -> None:
-        self.cache, self.page_size, self.worth, self.is_resident = cache, cache.page_size, worth, resident
+    def __init__(self, cache: DeviceCache, num_host_pages: int, *, resident: bool = True) -> None:
+        self.cache, self.page_size, self.is_resident = cache, cache.page_size, resident
         self.tables = FrameTables.allocate(cache.num_frames, num_host_pages, cache.row_frames)
         self.now = 0  # number of the pass
         self._ended: dict[int, None] = {}
@@ -100,7 +99,7 @@ class Frames:
         """Begin a decode step.
 
         Args:
-            req_to_token: ``[R, T]`` int32 token slot of each position of each row.
+            req_to_token: ``[R, T]`` int32 KV index of each position of each row.
             rows: ``[B]`` row of each request.
             seq_lens: ``[B]`` tokens of context, the new one included.
             must: free frames that whole rows of the batch and ``lend`` need, as in ``reclaim``; 0 if so many are free, None to count them on
@@ -234,7 +233,7 @@ class Frames:
 
     def reclaim(self, must: int | torch.Tensor, may: int) -> None:
         """As the function, in this pass."""
-        reclaim(self.tables, self.now, must, may, self.worth)
+        reclaim(self.tables, self.now, must, may)
 
     def check_integrity(self) -> None:
         """As ``check_frames``."""

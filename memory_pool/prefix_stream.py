@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PrefixStream: streams the prefixes of an extend batch from the host pool, one layer ahead of the computation."""
+"""PrefixStream: streams the prefixes of an extend batch from the host pool, ahead of the computation."""
 
 from __future__ import annotations
 

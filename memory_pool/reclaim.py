@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reclaim: pages give up their frames, those of least worth first."""
+"""Reclaim: pages give up their frames, the least recently used ones first."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -12,36 +10,26 @@ from sglang_freekv.kernels.frame_tables import DEEPEST, DEPTH_BITS, FREE, GIVEN_
 SPARE = 64  # a reclaim leaves one frame of so many free beyond what was asked for, so that the next pass need not reclaim again
 RUNNING, NEVER = 1 << 62, torch.iinfo(torch.int64).max  # keys of pages behind all idle ones
 
-Worth = Callable[[FrameTables, torch.Tensor], torch.Tensor]
 
-
-def least_recent(tables: FrameTables, pages: torch.Tensor) -> torch.Tensor:
-    """``[N]`` int64 worth of ``pages [N]``. The page of least worth is given up first: the least recently used one, and the deepest of a pass.
-
-    A shared prefix is used by the pages behind it, so it outlives them.
-    """
-    return tables.last_use[pages]
-
-
-def reclaim(tables: FrameTables, now: int, must: int | torch.Tensor, may: int, worth: Worth = least_recent) -> None:
+def reclaim(tables: FrameTables, now: int, must: int | torch.Tensor, may: int) -> None:
     """Give up pages until ``must`` frames are free, and until ``may`` and some to spare are free as long as idle pages are left.
 
-    Idle pages are those that no running row has. They go first, the least worth ahead. For ``must`` alone, pages of partial rows follow,
-    the shallowest ahead, because the window lies deep. Pinned pages stay. The host copies of all others are complete, so giving up copies
-    nothing. The host does not wait for the device.
+    Idle pages are those that no running row has. They go first, the least recently used ones ahead, and the deepest of a pass. A shared
+    prefix is used by the pages behind it, so it outlives them. For ``must`` alone, pages of partial rows follow, the shallowest ahead,
+    because the window lies deep. Pinned pages stay. The host copies of all others are complete, so giving up copies nothing. The host does
+    not wait for the device.
 
     Args:
         tables: written in place, behind ``mark_pages`` of the pass.
         now: number of the pass.
         must, may: free frames that the pass needs, and those that it can use; ``must`` on the host, or ``[1]`` on the device.
-        worth: of idle pages, below 2^62.
     """
     places = torch.arange(len(tables.page_of), device=tables.page_of.device)
     pages = tables.page_of.clamp(min=0).long()
     used, held = tables.last_use[pages], pages > 0
     idle, partial = (held & (used >> DEPTH_BITS < 2 * now)), held & (used >> DEPTH_BITS == 2 * now)
     running = (RUNNING + DEEPEST - (used & DEEPEST)).masked_fill(~partial, NEVER)
-    frames = worth(tables, pages).where(idle, running).argsort(stable=True)
+    frames = used.where(idle, running).argsort(stable=True)
     wanted = torch.maximum(torch.zeros_like(tables.free_count) + must, torch.full_like(tables.free_count, may))
     of_idle = torch.minimum((wanted + len(places) // SPARE - tables.free_count) * (tables.free_count < wanted), idle.sum())
     of_partial = torch.minimum((must - tables.free_count - of_idle).clamp(min=0), partial.sum())

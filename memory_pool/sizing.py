@@ -121,7 +121,7 @@ class Sizing:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of token slots, scores, a plan's scratch, and KV of
+        """Bytes of a row without frames: tables, previous queries, misses, SGLang's row of KV indices, scores, a plan's scratch, and KV of
         window layers."""
         shape, config = self.shape, self.config
         tables = 4 * shape.kv_heads * (config.cache_pages + config.attended_pages)
@@ -222,7 +222,11 @@ class Sizing:
 
     def longest_requests(self, device_bytes: int, tokens: int, rows: int) -> int:
         """How many of ``rows`` may run at once with the longest context, as ``Lending`` admits them."""
-        return min(rows, (self.frames(device_bytes, tokens, rows) - self.config.cache_pages) // self.promised_frames)
+        return self.admitted(self.frames(device_bytes, tokens, rows), rows)
+
+    def admitted(self, frames: int, rows: int) -> int:
+        """How many of ``rows`` may run at once with the longest context, where there are so many ``frames``."""
+        return min(rows, (frames - self.config.cache_pages) // self.promised_frames)
 
     def _left(self, device_bytes: int, tokens: int) -> float:
         """Bytes that staging, digests, dense layers, and prefills of window layers leave to rows and frames."""

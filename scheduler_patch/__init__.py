@@ -293,7 +293,7 @@ SCHEDULER = (
     Patch(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_memory_pool_config",
         "self pre_model_load_memory", AROUND, "pools:resolve_memory_pool_config",
-        "the host's memory bounds token slots, and the device's memory bounds rows",
+        "the host's memory bounds tokens, and the device's memory bounds rows",
         due=START,
     ),
     Patch(
@@ -332,7 +332,8 @@ SCHEDULER = (
     ),
     Patch(
         "sglang.srt.managers.scheduler.Scheduler.run_batch", "self batch pp_proxy_tensors", BEFORE, "prefill:mark_tables",
-        "prefixes may be staged while a decode graph still runs, but not before their pages are known",
+        "prefixes may be staged while a decode graph still runs, but not before their pages are known; the canary's faults are of who has "
+        "them then",
         due=STEP,
     ),
     Patch(
@@ -340,6 +341,11 @@ SCHEDULER = (
         ("self idx remaing_req_count server_args", "self idx remaing_req_count offload_kv"),
         REPLACE, "retraction:keep_pages",
         "a retracted request resumes from those of its host pages that were not evicted meanwhile",
+    ),
+    Patch(
+        "sglang.srt.managers.schedule_batch.Req.reset_for_retract", "self", AFTER, "retraction:insert_again",
+        "a request that was ended for changed KV and retracted would compute its first chunk for ever",
+        until="0.5.20",
     ),
     Patch(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

@@ -12,6 +12,7 @@ from sglang_freekv.counts import RequestCounts
 from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.memory_pool.recall_clock import RecallTimes
 from sglang_freekv.scheduler_patch import registry
+from sglang_freekv.scheduler_patch.held import Held
 
 KEY = "freekv"
 
@@ -24,12 +25,14 @@ class StepCounts:
         rows: ``[B, 4]`` counts of the batch's rows, as in ``RequestCounts.update``. They become a list when the first of them is read.
         decoded: whether it was a decode step.
         faults: the canary's faults, if there is a canary.
+        held: the pages that its requests held at its launch, if there is a canary.
         recall: ``[3]`` int64 in the order of ``RecallTimes``, if recall is timed.
     """
 
     rows: torch.Tensor | list[list[int]]
     decoded: bool
     faults: torch.Tensor | None = None
+    held: Held | None = None
     recall: torch.Tensor | None = None
 
 
@@ -44,7 +47,7 @@ def attach(result, worker, batch, *args, **kwargs) -> None:
         step = StepCounts(torch.column_stack([retrieval.row_counts(rows), absent]), decoded)
         if retrieval.canary is not None:
             retrieval.complete_all_transfers()  # without a graph, transfers may be in flight and a fault half written
-            step.faults = retrieval.canary.faults.clone()
+            step.faults, step.held = retrieval.canary.faults.clone(), batch.freekv_held
         if retrieval.clock is not None:
             step.recall = retrieval.clock.snapshot()
         result.logits_output.freekv = step

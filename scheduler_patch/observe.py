@@ -179,7 +179,7 @@ def process_batch_result(original, scheduler, batch, result) -> None:
     if observer.quarantine is not None and step is not None:
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        observer.quarantine.examine(step.faults, batch)
+        observer.quarantine.examine(step.faults, batch, step.held)
     original(scheduler, batch, result)
     if observer.quarantine is not None:
         observer.quarantine.evict()

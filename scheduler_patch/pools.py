@@ -25,7 +25,7 @@ from sglang_freekv.windowed_pool import WindowedPool
 
 
 def resolve_memory_pool_config(original, configurator: KVCacheConfigurator, pre_model_load_memory: int) -> MemoryPoolConfig:
-    """AROUND the sizing of the pools: derive token slots from host bytes and rows from device bytes, the same on every rank.
+    """AROUND the sizing of the pools: derive tokens from host bytes and rows from device bytes, the same on every rank.
 
     Args:
         pre_model_load_memory: GiB that the device had free before the model loaded.
@@ -143,7 +143,7 @@ def _typed(dtype: torch.dtype) -> str:
 
 
 def _agree(value: int) -> int:
-    """The minimum of ``value`` over all ranks, which share token slots and rows."""
+    """The minimum of ``value`` over all ranks, which share tokens and rows."""
     world = get_world_group()
     if world.world_size == 1:
         return value

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang_freekv import releases
 from sglang_freekv.kv_pool import full_allocator, pool_of
 from sglang_freekv.residency import NOBODY
+from sglang_freekv.scheduler_patch.held import Held
 
 FIRST_TO_GIVE_WAY = 1 << 30  # numbers of requests without a row, above all rows: of two rows with equally many pages, the higher gives way
 
@@ -19,10 +20,12 @@ def mark_tables(scheduler, batch, *args, **kwargs) -> None:
     """BEFORE a batch is launched, on SGLang's schedule stream: mark the point at which its rows of ``req_to_token`` are written.
 
     Rows that have become free since the last batch have no request any more. Of all pages that are not free, those that the prefix cache
-    may evict have none either.
+    may evict have none either. With a canary, the batch keeps the pages of its requests until its faults are read.
     """
     allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
     pool, extends = pool_of(allocator.get_kvcache()), batch.forward_mode.is_extend()
+    if pool.store.canary is not None:
+        batch.freekv_held = Held.at_launch(batch, rows.req_to_token, pool.page_size)
     numbers, new, used = batch.req_pool_indices_cpu.tolist(), NOBODY, pool.residency.lending.promised.keys()
     if extends:
         new = _new_requests(pool, rows, batch.reqs, numbers)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
 import torch
 from sglang.srt.managers.io_struct import AbortReq
@@ -15,6 +17,7 @@ from sglang_freekv.config import Refusal
 from sglang_freekv.kv_pool import pool_of
 from sglang_freekv.memory_pool.canary import Fault, FaultReader
 from sglang_freekv.scheduler_patch import trees
+from sglang_freekv.scheduler_patch.held import Held, begun_in
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +52,19 @@ class Quarantine:
     def as_dict(self) -> dict[str, int]:
         return {"faults": self.faults, "requests_ended": self.requests_ended, "pages_swept": self.pages_swept}
 
-    def examine(self, snapshot: torch.Tensor, batch) -> None:
+    def examine(self, snapshot: torch.Tensor, batch, held: Held | None) -> None:
         """Act on the faults of one forward pass, before its tokens leave.
 
         Args:
             snapshot: the canary's faults after the pass.
             batch: the batch of the pass.
+            held: the pages that its requests held at its launch. None if they are not known: then only those who hold a page now end.
         """
         found = self._agree([*self.pending.values(), *self.reader.read(snapshot.cpu())])
         self.pending.clear()
         known, self.last_found = self.last_found, found  # the step in flight meanwhile finds the same faults again
         if faults := {fault.unit: fault for fault in found if fault not in known}:
-            self._isolate(list(faults.values()), batch)
+            self._isolate(list(faults.values()), batch, held)
 
     def sweep(self, host_pages: torch.Tensor) -> torch.Tensor:
         """Examine full pages while no request runs, and act on their faults.
@@ -76,7 +80,7 @@ class Quarantine:
         self.pages_swept += len(host_pages)
         faults = {fault.unit: fault for fault in self.reader.read(self.pool.store.canary.faults.cpu())}
         if _ranks(self.scheduler) > 1:  # ranks sweep on their own, but act together, in the next step
-            self.pending |= faults
+            self.pending |= {unit: replace(fault, swept=True) for unit, fault in faults.items()}
         elif faults:
             self._isolate(list(faults.values()))
         changed = torch.tensor([fault.host_page for fault in faults.values()], device=host_pages.device)
@@ -110,19 +114,49 @@ class Quarantine:
         torch.distributed.all_gather_object(everywhere, faults, group=group)
         return sum(everywhere, [])
 
-    def _isolate(self, faults: list[Fault], batch=None) -> None:
+    def _isolate(self, faults: list[Fault], batch=None, held: Held | None = None) -> None:
+        """End who has changed KV, or KV that was computed from it, and forget both."""
         self.faults += len(faults)
-        pages = {fault.host_page for fault in faults}
-        holders = {request: held for request in self._live_requests(batch) if (held := self._pages_of(request)) & pages}
+        cause, ended = self._trace(faults, held)
+        untrusted = cause.keys() - begun_in(self.pool.page_size, *self._later(held))  # those are somebody else's by now, with new KV
+        for request in self._live_requests(batch):
+            if pages := self._pages_of(request) & untrusted:
+                ended.setdefault(request, set()).update(cause[page] for page in pages)
         for fault in faults[:NAMED]:
-            named = [request.rid for request, held in holders.items() if fault.host_page in held]
+            named = [request.rid for request, changed in ended.items() if fault.host_page in changed]
             logger.error(f"{self._describe(fault)}; " + (f"ending requests {named}" if named else "no running request has it"))
         if len(faults) > NAMED:
-            logger.error(f"canary: and {len(faults) - NAMED} more; {len(pages)} pages in all")
-        for request, held in holders.items():
-            self._end(request, next(fault for fault in faults if fault.host_page in held))
-        self.tree.forget(pages)
+            logger.error(f"canary: and {len(faults) - NAMED} more; {len({fault.host_page for fault in faults})} pages in all")
+        for request, changed in ended.items():
+            self._end(request, next(fault for fault in faults if fault.host_page in changed))
+        self.tree.forget(untrusted)
         self.evict()
+
+    def _trace(self, faults: list[Fault], held: Held | None) -> tuple[dict[int, int], dict[Any, set[int]]]:
+        """What came of changed pages in the pass that read them.
+
+        Returns:
+            Each page that is not to be trusted, with the changed page behind it; and who read changed pages and still runs, with these.
+        """
+        cause = {fault.host_page: fault.host_page for fault in faults}
+        ended: dict[Any, set[int]] = {}
+        if held is None:
+            return cause, ended
+        for page in begun_in(self.pool.page_size, held) & {fault.host_page for fault in faults if fault.swept}:
+            del cause[page]  # it was evicted and written anew before all ranks could act
+        for request, read, written in held.readers(set(cause)):
+            if _runs(request):
+                ended[request] = set(read)
+            for page in written:  # the tree may have it, behind other pages of the same tokens
+                cause.setdefault(page, read[0])
+        return cause, ended
+
+    def _later(self, held: Held | None) -> list:
+        """Passes that were launched behind that of ``held``, or that are prepared."""
+        launched = [batch for batch, _ in getattr(self.scheduler, "result_queue", ())]
+        prepared = self.scheduler.cur_batch_for_debug
+        is_this = held is not None and prepared is not None and prepared.out_cache_loc is held.out_cache_loc
+        return launched if prepared is None or is_this else [*launched, prepared]
 
     def _describe(self, fault: Fault) -> str:
         return (
@@ -134,7 +168,7 @@ class Quarantine:
         scheduler = self.scheduler
         batches = (batch, scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug)
         requests = {request for some in batches if some is not None for request in some.reqs} | {scheduler.chunked_req}
-        return {request for request in requests if request is not None and not request.finished() and _holds_kv(request)}
+        return {request for request in requests if request is not None and _runs(request)}
 
     def _pages_of(self, request) -> set[int]:
         size = self.pool.page_size
@@ -142,16 +176,17 @@ class Quarantine:
         return set((slots // size).tolist())
 
     def _end(self, request, fault: Fault) -> None:
+        is_chunked = request is self.scheduler.chunked_req
+        request.skip_radix_cache_insert |= not is_chunked  # between chunks SGLang needs the insert to go on
         if request.to_finish is not None:  # it is ending already
             return
         self.requests_ended += 1
         message = f"{self._describe(fault)}; send the request again, its KV will be computed anew"
         reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "KVChangedInHostMemory")
-        if request is self.scheduler.chunked_req:  # it has no result to end in, so it ends like one that its client aborts
+        if is_chunked:  # it has no result to end in, so it ends like one that its client aborts
             self.scheduler._pending_chunked_abort_req = request
             self.scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason.to_json()), request)
         else:
-            request.skip_radix_cache_insert = True
             request.to_finish = reason
             request.finished_len = len(request.output_ids)  # without the token of this step, which SGLang adds next
 
@@ -160,8 +195,9 @@ def _ranks(scheduler) -> int:
     return scheduler.tp_group.world_size
 
 
-def _holds_kv(request) -> bool:
-    return request.kv.holds_kv if releases.has("request KV") else request.kv is not None
+def _runs(request) -> bool:
+    """Whether it has neither ended nor been retracted."""
+    return not request.finished() and (request.kv.holds_kv if releases.has("request KV") else request.kv is not None)
 
 
 def _row_of(request) -> int:

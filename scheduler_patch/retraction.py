@@ -30,6 +30,15 @@ def keep_pages(batch, idx: int, remaing_req_count: int, *args, **kwargs) -> bool
     return True
 
 
+def insert_again(_, req) -> None:
+    """AFTER a request is reset for its retraction: let the tree have what it computes anew, also if the quarantine has ended it.
+
+    It resumes to say that it has ended. SGLang 0.5.17 does not get past a chunk that is not inserted, and keeps requests out of the tree
+    for disaggregation alone, which is refused.
+    """
+    req.skip_radix_cache_insert = False
+
+
 def _keep_up_to_state(req, tree) -> None:
     """Release a request with linear attention: the tree keeps its pages up to the last state that a step has left for it.
 

@@ -68,7 +68,7 @@ class FreeKVConfig:
         hysteresis: nats by which the pages of a kv head's last selection weigh more in the next one, 0 to ``MOST_NATS``.
         selection: one of ``SELECTIONS``: a kv head selects for every step, or keeps its pages until its query is unlike that of its last
             selection, or the next token begins a page.
-        device_cache_tokens: tokens of KV per request and kv head that stay resident on the device, at least the budget. A page beyond the
+        device_cache_tokens: tokens of KV per request and kv head that stay in slots on the device, at least the budget. A page beyond the
             budget needs no recall if it is selected again. None becomes the budget.
         dense_below_tokens: a context of at most so many tokens is attended to in full, if its absent pages fit the device cache.
         dense_layers: layers that keep all their KV on the device and use stock attention.
@@ -167,7 +167,8 @@ class FreeKVConfig:
         if self.page_size < 1:
             raise Refusal(f"--page-size {self.page_size}: expected at least 1; use --page-size {DEFAULT_PAGE_SIZE}, or leave it out")
         edge = MOST_SLOTS // 4  # twice the sum of sink and window then fits MOST_SLOTS
-        for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge), ("dense-below", 0, MOST_SLOTS)):
+        dense = MOST_SLOTS if self.is_resident else max(0, self.cache_tokens // self.page_size)  # as _check_dense_below has it
+        for name, least, most in (("budget", 4, MOST_SLOTS), ("sink", 0, edge), ("window", 2, edge), ("dense-below", 0, dense)):
             tokens = getattr(self, f"{name.replace('-', '_')}_tokens")
             if tokens < 0 or tokens % self.page_size:
                 nearest = min(most, max(least, _nearest(tokens, self.page_size))) * self.page_size

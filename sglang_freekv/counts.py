@@ -14,7 +14,7 @@ class RetrievalCounts:
 
     Args:
         decode_steps: tokens decoded.
-        correction_decisions: kv heads of a layer whose query a step compared with the last step's.
+        correction_decisions: kv heads of a layer whose query a step compared with an earlier one.
         corrections: corrected kv heads of a layer: they selected and recalled before they attended.
         selected_units: units that were selected.
         recalled_units: selected units that were missing on the device, and were copied from the host pool.
@@ -40,7 +40,7 @@ class RequestCounts:
     SGLang slices that list for every message that it streams. A slice of a ``RequestCounts`` is the running total.
 
     Args:
-        config: page size, budget, and up to which length a context is attended to in full.
+        config: page size, budget, and up to which length a context is attended to in full, and with how many absent pages.
         heads: kv heads that every decode step may correct, over all retrieval layers.
     """
 
@@ -56,7 +56,7 @@ class RequestCounts:
         Args:
             row_counts: units on the device, recalled units and corrected kv heads of the request's row, since its last extend; and the
                 absent pages of its context in this pass.
-            seq_len: tokens of context.
+            seq_len: tokens of the request, the one that this pass made included. It has no KV yet.
             decoded: whether the pass was a decode step. An extend resets the row's counts.
 
         Returns:
@@ -66,14 +66,16 @@ class RequestCounts:
         seen: tuple[int, ...] = self._seen if decoded else (0, 0, 0)
         hits, recalled, corrected = (now - before for now, before in zip(units, seen))
         added = RetrievalCounts(int(decoded), decoded * self.heads, corrected, hits + recalled, recalled)
-        self._seen, self.context_pages = tuple(units), -(-seq_len // self.config.page_size)
+        self._seen = tuple(units)
+        self.context_pages = -(-(seq_len - 1) // self.config.page_size)
         self.counts.add(added)
         return added
 
     def __getitem__(self, tokens: slice) -> list[dict[str, int]]:
         if not isinstance(tokens, slice):
             raise TypeError(f"expected a slice of tokens, found {tokens!r}")
-        attended = self.context_pages if self.context_pages <= self.config.attended_pages else self.config.pages.total
+        in_full = self.context_pages <= self.config.attended_pages and self.absent_pages <= self.config.cache_pages
+        attended = self.context_pages if in_full else self.config.pages.total
         resident = self.context_pages - self.absent_pages
         pages = {"context_pages": self.context_pages, "attended_pages": attended, "resident_pages": resident}
         return [pages | self.counts.as_dict()]

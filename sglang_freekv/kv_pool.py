@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FreeKVPool: the KV pool that SGLang sees. Its token slots are places in the host pool: slot // page_size is the host page."""
+"""FreeKVPool: the KV pool that SGLang sees. Its KV indices are places in the host pool: index // page_size is the host page."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FreeKVPool(MHATokenToKVPool):
         logger.info(self.activation_line())
 
     def _create_buffers(self) -> None:
-        """SGLang's allocation hook. Dense layers get full buffers; retrieval layers get none here and live in the store."""
+        """SGLang's allocation hook. Dense layers get full buffers. Retrieval layers get none, and live in the store, which is built here, too."""
         tokens = {LayerKind.DENSE: self.size + self.page_size}
         buffers = [
             [
@@ -155,8 +155,8 @@ class FreeKVPool(MHATokenToKVPool):
     @property
     def longest_requests(self) -> int:
         """How many requests of the longest context may run at once."""
-        promised = Sizing(self.config, self.shape, self.staging_tokens).promised_frames
-        return min(self.num_rows, (self.store.frames.num_frames - self.config.cache_pages) // promised)
+        sizing = Sizing(self.config, self.shape, self.staging_tokens)
+        return sizing.admitted(self.store.frames.num_frames, self.num_rows)
 
     def describe(self) -> dict:
         """The settings in force, and the sizes of all pools in tokens and bytes."""

@@ -36,7 +36,7 @@ METRICS = (
     Metric("sglang:freekv_decode_steps_total", "counter", "steps", "Decode steps, counted for each request: the tokens that were decoded."),
     Metric(
         "sglang:freekv_correction_decisions_total", "counter", "kv heads",
-        "KV heads of a layer whose query a decode step compared with the step before.",
+        "KV heads of a layer whose query a decode step compared with an earlier one.",
     ),
     Metric(
         "sglang:freekv_corrections_total", "counter", "kv heads",

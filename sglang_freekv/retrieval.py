@@ -89,7 +89,7 @@ class Retrieval(Engine):
             self.clock.settle(rows)
 
     def prepare_extend(self, plan: ExtendPlan) -> None:
-        """Begin an extend: wait for the last pass's work before rows and pages change hands, and start to stage the first layers' prefixes.
+        """Begin an extend: wait for the last pass's work, and start to stream prefixes: to frames, or those of the first layers to be staged.
 
         Raises:
             RuntimeError: the contexts do not fit a staging buffer.

@@ -3,9 +3,9 @@ more option.
 
     python tests/faulty_server.py --damage damage.json --model-path MODEL --kv-retrieval freekv
 
-The file holds ``{"layer": retrieval layer, "head": kv head, "pages": [host page, ...], "rank": rank}``; that rank turns one bit of each of
-those units, and the file goes. An idle server looks for it only with ``"swept": true``: otherwise who asks would race with it. With
-``"graph_delay": cycles`` each decode graph from then on begins so many cycles of the GPU late.
+The file holds ``{"layers": [retrieval layer, ...], "head": kv head, "pages": [host page, ...], "rank": rank}``; that rank turns one bit of
+each of those units, of all kv heads where ``head`` is null, and the file goes. An idle server looks for it only with ``"swept": true``:
+otherwise who asks would race with it. With ``"graph_delay": cycles`` each decode graph from then on begins so many cycles of the GPU late.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def run_scheduler(path: Path, *args, **kwargs):
                     continue
                 swept[0] = damage.get("swept", swept[0])
                 if damage["pages"]:  # all at once: while one after the other is damaged, their request may end, and the rest be another's
-                    words = built.host.layers[damage["layer"]].view(torch.int32).numpy()
-                    words[damage["pages"], damage["head"], 1, 3, 2] ^= 1 << 30  # of an exponent
+                    heads = slice(None) if damage["head"] is None else damage["head"]
+                    for layer in damage["layers"]:
+                        words = built.host.layers[layer].view(torch.int32).numpy()
+                        words[damage["pages"], heads, 1, 3, 2] ^= 1 << 30  # of an exponent
                 delay[0] = damage.get("graph_delay", delay[0])
                 path.unlink()
 

@@ -173,6 +173,13 @@ def test_a_remedy_that_changes_pages_comes_before_sizes_in_pages():
     assert (refused(lambda: FreeKVConfig(page_size=12, budget_tokens=851, digest="two-bit")) or "").startswith("--freekv-digest two-bit: ")
 
 
+def test_the_remedy_for_a_length_fits_the_slots_that_it_needs():
+    message = refused(lambda: FreeKVConfig(dense_below_tokens=1500, budget_tokens=512, page_size=32, resident_memory_gib=0)) or ""
+    assert message.startswith("--freekv-dense-below 1500: expected a non-negative multiple") and message.endswith(
+        "use --freekv-dense-below 512"
+    )
+
+
 @pytest.mark.parametrize("method", [name for name, defaults in METHODS.items() if defaults.tau is None])
 @pytest.mark.parametrize("tau", [0.8, 2, float("nan")])
 def test_a_threshold_for_a_method_that_has_none_is_refused(method, tau):

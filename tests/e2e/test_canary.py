@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,9 +18,14 @@ from sglang_freekv.launch.server import ServerFailed
 
 pytestmark = pytest.mark.two_servers
 
-PAGE, LAYER, HEAD, NEW_TOKENS = 32, 3, 1, 24
+PAGE, LAYER, HEAD, NEW_TOKENS, ROWS = 32, 3, 1, 24, 8
 
-FLAGS = freekv(256, tau=2) | {"--chunked-prefill-size": 512, "--enable-metrics": True, "--sleep-on-idle": True}
+FLAGS = freekv(256, tau=2) | {
+    "--max-running-requests": ROWS,
+    "--chunked-prefill-size": 512,
+    "--enable-metrics": True,
+    "--sleep-on-idle": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +108,34 @@ def test_a_prefix_that_changed_is_computed_anew(server, prompts, expected):
 
 @pytest.mark.both_releases
 def test_a_request_that_decodes_ends_before_a_wrong_token(server, prompts, expected):
-    ended, others = [], []
-    stream = threading.Thread(target=lambda: ended.append(refused(server, prompts[0], 600)))
-    other = threading.Thread(target=lambda: others.extend(server.generate_all(prompts[1:], NEW_TOKENS)))
-    stream.start()
-    wait_until_decoding(server, 1)
-    other.start()
-    server.damage(LAYER, HEAD, *range(3, 30))
-    stream.join()
-    other.join()
-    assert f"layer {LAYER}, kv head {HEAD}: the KV changed in host memory" in ended[0]
-    assert [answer["output_ids"] for answer in others] == expected[1:]
+    with ThreadPoolExecutor(2) as clients:
+        ended = clients.submit(refused, server, prompts[0], 600)
+        wait_until_decoding(server, 1)
+        others = clients.submit(server.generate_all, prompts[1:], NEW_TOKENS)
+        server.damage(LAYER, HEAD, *range(3, 30))
+        assert f"layer {LAYER}, kv head {HEAD}: the KV changed in host memory" in ended.result()
+        assert [answer["output_ids"] for answer in others.result()] == expected[1:]
     server.flush()  # of the pages that were damaged, only those that were recalled have been found
+    assert_served(server, prompts, expected)
+
+
+@pytest.mark.both_releases
+def test_who_gets_its_pages_next_is_served(server, prompts, expected):
+    """All rows are taken, so the next request begins in the step in which this one ends. The step in flight finds more of the pages."""
+    logged = len(server.log.read_text())
+    with ThreadPoolExecutor(3) as clients:
+        ended = clients.submit(refused, server, prompts[0], 600)
+        wait_until_decoding(server, 1)
+        fillers = clients.submit(server.generate_all, [range(20 + row, 60 + row) for row in range(1, ROWS)], 80)
+        wait_until_decoding(server, ROWS)
+        others = clients.submit(server.generate_all, prompts[1:], NEW_TOKENS)
+        wait_until(lambda: server.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == len(prompts[1:]))
+        server.damage(None, None, *range(3, 30))
+        assert "the KV changed in host memory" in ended.result()
+        assert [answer["output_ids"] for answer in others.result()] == expected[1:]
+        assert len(fillers.result()) == ROWS - 1
+    assert "no running request has it" in server.log.read_text()[logged:]
+    server.flush()
     assert_served(server, prompts, expected)
 
 
@@ -189,10 +211,7 @@ def test_an_idle_server_finds_it_before_anybody_asks(server, prompts, expected):
     server.generate(prompts[0], 1)
     before = server.state()["canary"]
     server.damage(LAYER, HEAD, 9, swept=True)
-    deadline = time.monotonic() + 30
-    while server.state()["canary"]["faults"] == before["faults"]:
-        assert time.monotonic() < deadline, "no sweep has found the page"
-        time.sleep(0.2)
+    wait_until(lambda: server.state()["canary"]["faults"] > before["faults"])
     after = server.state()["canary"]
     assert (after["faults"], after["requests_ended"]) == (before["faults"] + 1, before["requests_ended"])
     answer = server.generate(prompts[0], NEW_TOKENS)

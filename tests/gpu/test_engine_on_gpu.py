@@ -549,14 +549,17 @@ def _run(stream, broken=None, name: str = "tight", prompts: list[int] = PROMPTS)
     return torch.cat([output.flatten() for output in (*chunks, *steps)])
 
 
-@pytest.mark.parametrize("prompts, runs, name", [
-    (PROMPTS, RUNS, "tight"), (FEW, RUNS // 4, "tight"), (PROMPTS, RUNS // 4, "on-turn"), (FEW, RUNS // 4, "on-turn"),
-    (PROMPTS, RUNS // 4, "int8"), (FEW, RUNS // 4, "int8"),
-], ids=["", "one request", "on turn", "one request, on turn", "int8", "one request, int8"])  # fmt: skip
-def test_delays_on_any_stream_change_nothing(prompts, runs, name):
+PARTS = [range(start, start + RUNS // 4) for start in range(0, RUNS, RUNS // 4)]  # a process each, where there are several
+
+
+@pytest.mark.parametrize("prompts, seeds, name", [
+    *((PROMPTS, seeds, "tight") for seeds in PARTS), (FEW, PARTS[0], "tight"), (PROMPTS, PARTS[0], "on-turn"), (FEW, PARTS[0], "on-turn"),
+    (PROMPTS, PARTS[0], "int8"), (FEW, PARTS[0], "int8"),
+], ids=[*(f"from {seeds[0]}" for seeds in PARTS), "one request", "on turn", "one request, on turn", "int8", "one request, int8"])  # fmt: skip
+def test_delays_on_any_stream_change_nothing(prompts, seeds, name):
     expected = _run(cuda_stream, prompts=prompts, name=name)
     assert expected.isfinite().all()
-    for seed in range(runs):
+    for seed in seeds:
         assert torch.equal(_run(delayed_streams(seed), prompts=prompts, name=name), expected), f"run {seed} differs"
 
 

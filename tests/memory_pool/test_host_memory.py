@@ -141,7 +141,7 @@ found = room()
 print(found.bound, found.num_bytes <= 384 << 20, fits(found.num_bytes - (4 << 20)), fits(found.num_bytes + (4 << 20)))
 """
     command = f'ulimit {option} {512 << 10} && exec "$0" -P -c "$1"'
-    run = subprocess.run(["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=300)
     assert (run.stdout.split(), run.stderr) == (["`ulimit", f"{option}`", "True", "True", "False"], "")
 
 
@@ -160,7 +160,7 @@ read = resident_bytes()
 held[: 32 << 20 : mmap.PAGESIZE] = b"1" * ((32 << 20) // mmap.PAGESIZE)
 print(read - before >> 20, resident_bytes() - read >> 20)
 """
-    run = subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path / "file")], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path / "file")], capture_output=True, text=True, timeout=300)
     assert run.stderr == ""
     read, written = map(int, run.stdout.split())
     assert -8 <= read < 8 and 24 < written < 40

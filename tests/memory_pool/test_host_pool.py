@@ -205,7 +205,7 @@ def test_every_layer_is_registered_once_from_a_thread_on_the_device_of_the_pool(
 
 def test_layers_are_registered_side_by_side(cudart, monkeypatch):
     monkeypatch.setattr(host_pool.os, "sched_getaffinity", lambda pid: set(range(LAYERS)))
-    together = threading.Barrier(LAYERS, timeout=30)
+    together = threading.Barrier(LAYERS, timeout=300)
     cudart.on_register = lambda number: together.wait() * 0
     pool = build()
     assert sorted(cudart.registered) == sorted(layer.data_ptr() for layer in pool.layers)
@@ -295,7 +295,7 @@ torch.cuda.current_device, torch.cuda.set_device = (lambda: 0), (lambda device: 
 pool = HostPool(4, 5, (2, 2, 4, 8), torch.bfloat16, pin=True)
 print("exit")
 """
-    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout.split(), run.stderr) == (0, ["exit", *["unregister"] * 4], "")
 
 
@@ -324,7 +324,7 @@ def test_after_a_failure_the_layers_that_wait_are_left_alone(cudart, monkeypatch
 
 
 def test_layers_under_way_when_another_fails_are_taken_back_too(cudart):
-    failed, under_way = threading.Event(), threading.Barrier(4, timeout=30)
+    failed, under_way = threading.Event(), threading.Barrier(4, timeout=300)
 
     def register(call: int) -> int:
         if call <= 4:
@@ -448,7 +448,7 @@ from sglang_freekv.memory_pool.host_pool import HostPool
 HostPool(8, 1 << 12, (8, 2, 16, 2048), torch.bfloat16, pin=False)
 """
     command = f'ulimit -v {24 << 20} && exec "$0" -P -c "$1"'
-    run = subprocess.run(["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(["sh", "-c", command, sys.executable, script], capture_output=True, text=True, timeout=300)
     assert re.search(
         r"RuntimeError: --freekv-host-memory: the system gave (\d+)\.0 of 32\.0 GiB of host memory, for \d of 8 layers, and then no more "
         r"\(\[Errno 12\] Cannot allocate memory\); lower --freekv-host-memory, or `ulimit -v unlimited` before the server, in a new "

@@ -153,20 +153,28 @@ class Scheduler(SimpleNamespace):
     def __init__(self, planner=None, num_frames: int = 99) -> None:
         self.frames = NotedFrames(num_frames)
         residency = Residency(self.frames, torch.zeros(6, 8 * PAGE, dtype=torch.int64), whole_pages=2)
-        self.pool = SimpleNamespace(planner=planner or MagicMock(), residency=residency, owners={}, staging_tokens=8 * PAGE)
+        self.pool = SimpleNamespace(
+            planner=planner or MagicMock(), residency=residency, owners={}, staging_tokens=8 * PAGE, page_size=PAGE,
+            store=SimpleNamespace(canary=None),
+        )  # fmt: skip
         sizes = {"size": 9 * PAGE, "page_size": PAGE, "available_size": lambda: 3 * PAGE}
         super().__init__(
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: SimpleNamespace(full_kv_pool=self.pool), **sizes),
-            req_to_token_pool=SimpleNamespace(size=5, free_slots=[1, 2, 3, 4, 5], req_generation=torch.zeros(6, dtype=torch.int64)),
+            req_to_token_pool=SimpleNamespace(
+                size=5,
+                free_slots=[1, 2, 3, 4, 5],
+                req_generation=torch.zeros(6, dtype=torch.int64),
+                req_to_token=torch.arange(6 * 8 * PAGE, dtype=torch.int32).view(6, -1),
+            ),  # fmt: skip
             tree_cache=SimpleNamespace(evictable_size=lambda: 2 * PAGE),
         )
 
     def launch(self, requests: dict, *, extends: bool = True, tokens: int = 1) -> list[tuple]:
         """Launch a batch of requests in rows, and return what the frames were told."""
         rows = torch.tensor(list(requests))
-        batch = SimpleNamespace(
+        self.batch = batch = SimpleNamespace(
             forward_mode=SimpleNamespace(is_extend=lambda: extends), reqs=list(requests.values()), req_pool_indices=rows,
-            req_pool_indices_cpu=rows, seq_lens_cpu=torch.full((len(rows),), tokens),
+            req_pool_indices_cpu=rows, seq_lens_cpu=torch.full((len(rows),), tokens), out_cache_loc=None,
         )  # fmt: skip
         self.frames.told.clear()
         prefill.mark_tables(self, batch)
@@ -185,6 +193,16 @@ def test_the_scheduler_s_tables_are_marked_for_the_pass_that_reads_prefixes(exte
     planner = ExtendPlanner(SimpleNamespace(mark=lambda: "here"), PAGE)
     Scheduler(planner).launch({1: request(8)}, extends=extends)
     assert (planner.tables and (planner.tables[0], planner.tables[1].tolist())) == (("here", [1]) if extends else None)
+
+
+def test_with_a_canary_a_batch_keeps_the_pages_that_its_requests_hold():
+    scheduler, requests = Scheduler(), {1: request(8), 3: request(8)}
+    scheduler.launch(requests)
+    assert not hasattr(scheduler.batch, "freekv_held")
+    scheduler.pool.store.canary = "full"
+    scheduler.launch(requests, tokens=PAGE + 1)
+    scheduler.req_to_token_pool.req_to_token[:] = 0  # which SGLang may do before the results are read
+    assert list(scheduler.batch.freekv_held.pages()) == [(requests[1], [8, 9]), (requests[3], [24, 25])]
 
 
 def test_a_row_is_told_to_have_ended_when_its_request_has_gone():
