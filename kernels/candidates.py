@@ -81,7 +81,12 @@ class Tables(NamedTuple):
 
     def lost(self, rows: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         """``[B, H]`` bool: a page that a kv head of ``rows [B]`` attends to has become absent; ``frames`` as in ``Candidates``."""
-        return ((self.pages(rows) >= 0) & (self.frames(rows, frames) < 0)).any(-1)
+        return any_absent(self.pages(rows), self.frames(rows, frames))
+
+
+def any_absent(pages: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+    """``[B, H]`` bool: one of the ``pages [B, H, A]`` of a kv head, -1 for none, has no frame in ``frames [B, H, A]``."""
+    return ((pages >= 0) & (frames < 0)).any(-1)
 
 
 def due(seq_lens: torch.Tensor, page_size: int, num_attended: int, budget: PageBudget) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_freekv.config import PageBudget
-from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables, Turn, due
+from sglang_freekv.kernels.candidates import Candidates, Heads, Pooling, Tables, Turn, any_absent, due
 from sglang_freekv.kernels.misses import Misses
 from sglang_freekv.kernels.reads import Reads
 
@@ -177,21 +177,19 @@ def plan_pages(
             tables are then those of the next step. With ``candidates.on_turn`` they do so only in rows that are ``due``.
     """
     rows, real = candidates.rows, (candidates.rows > 0)[:, None]
-    held = tables.pages(rows)
-    heads.lost.copy_(tables.lost(rows, candidates.frames) & real & ~heads.corrected)
-    assert reads.present is not None
-    reads.frames.fill_(-1)
-    reads.present.fill_(tables.attended.shape[2])
-
-    def write_down(whose: torch.Tensor) -> None:
-        reads.pages[whose] = tables.pages(rows)[whose]
-        reads.frames[whose] = tables.frames(rows, candidates.frames)[whose]
-
+    held, frames = tables.pages(rows), tables.frames(rows, candidates.frames)
+    heads.lost.copy_(any_absent(held, frames) & real & ~heads.corrected)
     kept, corrected = real & ~heads.corrected & ~heads.lost, real & heads.corrected
-    write_down(kept)
+    assert reads.present is not None
+    reads.present.fill_(tables.attended.shape[2])
+    reads.pages[kept] = held[kept]
+    reads.frames.fill_(-1)
+    reads.frames[kept] = frames[kept]
     reads.present[corrected] = _select_for(corrected, 0, candidates, heads.corrected, tables, misses_now, counts)
     reads.present[heads.lost] = _select_for(heads.lost, 0, candidates, heads.corrected, tables, misses_now, counts, held=held)
-    write_down(corrected | heads.lost)
+    if (chosen := corrected | heads.lost).any():
+        reads.pages[chosen] = tables.pages(rows)[chosen]
+        reads.frames[chosen] = tables.frames(rows, candidates.frames)[chosen]
     if candidates.on_turn:
         kept = kept & _due(candidates, tables)
     if ahead_first:
@@ -244,6 +242,8 @@ def _select_for(
     With ``held [B, H, A]`` a context of more than A pages selects those. Returns ``[N]`` int32, how many of the pages of each kv head were on the device.
     """
     heads = b, h = whose.nonzero(as_tuple=True)
+    if not len(b):
+        return b.to(torch.int32)
     (slot_pages, attended, row_frames), budget, page_size = tables, candidates.budget, candidates.page_size
     rows, seq_lens, tokens, capacity = candidates.rows, candidates.seq_lens, candidates.seq_lens + more, slot_pages.shape[2]
     num_pages = -(-tokens[b] // page_size)

@@ -32,8 +32,16 @@ example, on any machine:
 exit status: 0, nothing found that would stop the server; 1, something would; 2, bad input, in one line"""
 
 
+EXPECTED = {"count": "a whole number, such as 8 or 128Ki", "int": "a whole number", "float": "a number"}  # by argparse's names of types
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
+        if found := re.fullmatch(r"argument (\S+): invalid (\w+) value: (.*)", message, re.DOTALL):
+            name, kind, value = found.groups()
+            message = f"{name}: expected {EXPECTED.get(kind, kind)}, found {value}"
+        elif found := re.fullmatch("unrecognized arguments: (.*)", message, re.DOTALL):
+            message = f"{found[1]}: expected flags that the doctor knows, found another; leave it out"
         shown = message if len(message) <= WORDS else message[:WORDS] + " ..."
         raise Refusal(f"{shown}; see --help")
 

@@ -7,7 +7,8 @@
 # Releases are set up side by side, and the tests of the newest do not wait for older ones.
 # Two lanes take parts from one list, because a server leaves a core idle most of the time.
 # A part is printed when it ends. The faults of all parts, and how each of them ended, are printed in the end. A server takes 3 GiB.
-# Part fleet has three or four servers, pairs two, unit none, and the others one. They wait for room (tests/room.py).
+# Part fleet has three or four servers, unit and hooks none, servers of the newest release one, and the others two.
+# They wait for room (tests/room.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environments.sh
@@ -31,9 +32,8 @@ parts() {
   echo "pairs $newest tests/e2e -m two_servers"
   echo "servers $newest tests/e2e -m 'not fleet and not two_servers'"
   for release in "${older[@]}"; do
-    echo "pairs-$release $release tests/e2e -m 'both_releases and two_servers'"
+    echo "servers-$release $release tests/e2e -m 'both_releases and not fleet'"
     echo "fleet-$release $release tests/e2e -m 'both_releases and fleet'"
-    echo "servers-$release $release tests/e2e -m 'both_releases and not fleet and not two_servers'"
     echo "hooks-$release $release tests/scheduler_patch tests/kernels/test_hazards.py"
   done
 }

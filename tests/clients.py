@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serving import TestServer
+from serving import DEADLINE_S, TestServer
 
 ENDLESS = 2000  # tokens of an answer that is ended early
 
@@ -21,7 +21,7 @@ def assert_only_the_tree_holds_pages(server: TestServer) -> None:
     assert server.flush()["host_pages_used"] == 0
 
 
-def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str, stream: bool = True, timeout_s: float = 120):
+def begin(server: TestServer, token_ids, max_new_tokens: int, rid: str, stream: bool = True, timeout_s: float = DEADLINE_S):
     """Send a request and leave the connection open."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout_s)
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}

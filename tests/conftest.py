@@ -30,10 +30,12 @@ if not torch.cuda.is_available():  # kernels declared now run under Triton's int
             import_module(name)
         import_module("triton.experimental.gluon.language")  # else the interpreter imports it at its first launch
 
+from interpreted import patch_once_a_launch  # noqa: E402
 from made_up import ask, make_machine  # noqa: E402, F401, fixtures
 from room import room_for  # noqa: E402
 from serving import STOCK, TestServer, freekv, start_all, stop_all  # noqa: E402, it imports Triton too
 
+patch_once_a_launch()
 settings.register_profile("the same in every run", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("the same in every run")
 

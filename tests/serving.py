@@ -24,6 +24,7 @@ from sglang_freekv.launch.server import Server, free_port
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 ROOT = Path(__file__).resolve().parent.parent
+DEADLINE_S = 300  # for what takes seconds; a machine that others use too may be many times slower
 NEEDLE_MODEL = weights.ready()
 NEEDLE_CONFIG = json.loads((NEEDLE_MODEL / "config.json").read_text())
 LAYERS, KV_HEADS, HEAD_DIM = (NEEDLE_CONFIG[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
@@ -130,17 +131,18 @@ class FaultyServer(TestServer):
         self.damage_file, self.layers = log.parent / "damage.json", layers
         super().__init__({"--damage": self.damage_file} | flags, log, env)
 
-    def damage(self, layer: int, head: int, *pages: int, rank: int = 0, swept: bool = False) -> None:
+    def damage(self, layer: int | None, head: int | None, *pages: int, rank: int = 0, swept: bool = False) -> None:
         """Flip a bit in one unit of each host page, and wait until the server has done so.
 
         Args:
-            layer: of the model, numbered from 0; one of its retrieval layers.
-            head: kv head of the rank.
+            layer: of the model, numbered from 0; one of its retrieval layers. None for all of them.
+            head: kv head of the rank. None for all of them.
             pages: host pages.
             rank: whose host pool is damaged.
             swept: whether the server examines its host pool when it is idle, from now on.
         """
-        self._say({"layer": self.layers.index(layer), "head": head, "pages": pages, "rank": rank, "swept": swept})
+        layers = range(len(self.layers)) if layer is None else [self.layers.index(layer)]
+        self._say({"layers": list(layers), "head": head, "pages": pages, "rank": rank, "swept": swept})
 
     def delay_graphs(self, cycles: int) -> None:
         """Delay the begin of every decode graph by ``cycles``, and all work behind it. Two cycles of an H200 take about a nanosecond."""
@@ -154,7 +156,7 @@ class FaultyServer(TestServer):
             time.sleep(0.02)
 
 
-def wait_until(is_so: Callable[[], bool], deadline_s: float = 30) -> None:
+def wait_until(is_so: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     started = time.monotonic()
     while not is_so():
         assert time.monotonic() - started < deadline_s

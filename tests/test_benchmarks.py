@@ -146,7 +146,7 @@ def test_a_control_file_takes_effect(tmp_path):
     controls = Controls("cpu", path)
     for version, load in enumerate([Load((0.13, 0.5), 0.21, 1000, 32), None], 1):
         replay.write_whole(path, json.dumps({"version": version, "load": load}))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not (applied := path.with_suffix(".applied")).exists() or applied.read_text() != str(version):
             assert time.monotonic() < deadline
             time.sleep(0.01)

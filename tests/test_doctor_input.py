@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from made_up import CONFIG, LLAMA, FakeGpu, model_file
 from sglang_freekv.launch import doctor, server_flags
 
-SOON_S = 5
+SOON_S, TIMES = 5, 5  # a slower machine may take TIMES as long as for an ordinary refusal
 LONG = "9" * 5000
 BAD_CONFIGS = {  # what the file holds, and what is said of it
     "{": "found it broken",
@@ -58,10 +58,10 @@ BAD_OPTIONS = {
     ("--model-path", "org/not-in-the-cache"): "found No such file or directory; `hf download org/not-in-the-cache",
     ("--model-path", "x" * 100_000): "expected a directory with config.json",
     ("--context-length", "4096"): "--context-length 4096: expected --model-path beside it, found none",
-    ("--model-path", LLAMA, "--context-length", "many"): "argument --context-length: invalid count value: 'many'; see --help",
+    ("--model-path", LLAMA, "--context-length", "many"): "--context-length: expected a whole number, such as 8 or 128Ki, found 'many'; see --help",
     ("--model-path", LLAMA, "--context-length", "0"): "--context-length 0: expected a number 1 or more",
     ("--model-path", LLAMA, "--context-length", LONG[:400]): "--context-length of ",
-    ("--model-path", LLAMA, "--requests", LONG): "argument --requests: invalid count value",
+    ("--model-path", LLAMA, "--requests", LONG): "--requests: expected a whole number, such as 8 or 128Ki, found '",
     ("--model-path", LLAMA, "--requests", "-1"): "--requests -1: expected a number 1 or more",
     ("--model-path", LLAMA, "--freekv-budget", "2001"): "--freekv-budget 2001: expected a non-negative multiple of --page-size 8",
     ("--model-path", LLAMA, "--freekv-budget", LONG[:400]): "--freekv-budget 999",
@@ -78,7 +78,7 @@ BAD_OPTIONS = {
     ("--model-path", LLAMA, "--json-model-override-args", "[]"): "--json-model-override-args: expected a JSON object",
     ("--model-path", LLAMA, "--json-model-override-args", "{" * 99): "--json-model-override-args: expected JSON, found it broken",
     ("--model-path", LLAMA, "--kv-retrieval", "none"): "--kv-retrieval none: expected a method",
-    ("--no-such-flag",): "unrecognized arguments: --no-such-flag",
+    ("--no-such-flag",): "--no-such-flag: expected flags that the doctor knows, found another; leave it out",
 }  # fmt: skip
 BAD_WITH_THE_MODEL = {
     ("--context-length", "2047"): "--context-length 2047: expected at least --freekv-budget 2048",
@@ -210,12 +210,17 @@ def test_any_file_is_refused_soon(tmp_path):
     with (tmp_path / "large.json").open("w") as file:
         file.truncate(100 << 20)
     paths = ["/dev/zero", "/dev/stdin", "/dev/tty", "/proc/kmsg", "/proc/self/mem", "/", tmp_path, *sorted(tmp_path.iterdir())]
-    for path in paths:
+
+    def seconds(path: str | Path) -> float:
         began = time.monotonic()
         process = start("--model-path", path, stdin=subprocess.PIPE)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         assert (process.returncode, out, err.count("\n")) == (2, "", 1), (path, out, err)
-        assert time.monotonic() - began < SOON_S, path
+        return time.monotonic() - began
+
+    soon = max(SOON_S, TIMES * seconds(tmp_path / "nowhere"))
+    for path in paths:
+        assert seconds(path) < soon, path
 
 
 def test_nobody_listens():
@@ -223,7 +228,7 @@ def test_nobody_listens():
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "sglang_freekv.launch.doctor"], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120
+            [sys.executable, "-m", "sglang_freekv.launch.doctor"], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300
         )
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -232,5 +237,5 @@ def test_ctrl_c_is_one_line():
     process = start("--model-path", LLAMA, "--gpu", 80)
     time.sleep(random.Random(0).uniform(1, 2))
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (2, "", "error: interrupted\n")

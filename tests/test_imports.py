@@ -77,11 +77,11 @@ def test_benchmarks_import_in_no_circle():
 def test_most_of_the_package_imports_without_sglang():
     modules = [module_of(file) for file in FILES if layer_of(module_of(file)) not in USES_SGLANG]
     code = "import sys; sys.modules['sglang'] = None; " + "; ".join(f"import {module}" for module in modules)
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_package_itself_costs_nothing_to_import():
     code = "import sys; before = set(sys.modules); import sglang_freekv; print(*sorted(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True, timeout=300, check=True)
     assert "torch" not in done.stdout.split() and "sglang" not in done.stdout.split()

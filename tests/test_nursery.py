@@ -110,7 +110,7 @@ def wait_for_its_words(program: Path) -> None:
 
 
 def wait_for_the_end_of(session: int) -> None:
-    wait_until(lambda: not processes_of(session), 10)
+    wait_until(lambda: not processes_of(session))
 
 
 def test_processes_are_those_of_interpreters(nursery, program):

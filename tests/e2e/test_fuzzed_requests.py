@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 from room import room_for
-from serving import NEEDLE_CONFIG, TestServer, freekv, start_all
+from serving import DEADLINE_S, NEEDLE_CONFIG, TestServer, freekv, start_all
 from sglang_freekv import releases
 from traffic_beside import Beside
 
 pytestmark = [pytest.mark.two_servers, pytest.mark.both_releases]
 
-DEADLINE_S, EXAMPLES, AT_ONCE = 60, 16, 5
+EXAMPLES, AT_ONCE = 16, 5
 POOL, CHUNK = 8192, 64
 KINDS = {"tree": {}} | ({"bare": {"--disable-radix-cache": True}} if releases.is_since(releases.NEWEST) else {})
 HIDDEN = NEEDLE_CONFIG["hidden_size"]

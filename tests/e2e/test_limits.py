@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 import pytest
 
-from serving import TestServer, freekv, start_all
+from serving import DEADLINE_S, TestServer, freekv, start_all
 from sglang_freekv.config import GIB
 from sglang_freekv.memory_pool import host_memory
 
 pytestmark = pytest.mark.two_servers
 
-MIB, DEADLINE_S, UNBOUNDED = 1 << 20, 180, 10**9
+MIB, UNBOUNDED = 1 << 20, 10**9
 WIDE = {  # 96 KiB of KV for a token, and next to nothing to compute
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64,
     "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",

@@ -11,11 +11,9 @@ import time
 import pytest
 
 from room import room_for
-from serving import TestServer, freekv, start_all
+from serving import DEADLINE_S, TestServer, freekv, start_all
 
 pytestmark = pytest.mark.two_servers
-
-DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")
