@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib import pyplot
 
 OURS, OTHERS, INK = "#d9480f", "#9aa0a6", "#333333"
-DASHES, MARKERS = ("-", "--", ":"), "os^"
+DASHES, MARKERS = ("-", "--", ":", "-."), "os^D"
 
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "sglang_freekv"}  # words as words; the same names of parts in every run
 

@@ -101,6 +101,7 @@ JOBS = (  # the longest first, so that GPUs come to an end together
     *Job("agents", LLAMA).of((agents.FREEKV, agents.HICACHE), agents.FASTER),
     *(Job("latency", shape) for shape in ("qwen3-8b", "qwen2.5-7b")),
     *Job("crossover", LLAMA, "8-bit", (*EIGHT_BITS, *LARGE)).of(*MAIN),
+    *Job("crossover", LLAMA, "recalled-fa3", (FA3, "--contexts", "8192", "32768", "131072")).of(("freekv",), ("stock",)),
     *Job("crossover", LLAMA, "same-kv", (FA3, *THIRTY)).of(*((name,) for name in SAME_KV)),
     *Job("crossover", LLAMA, "long", A_MILLION_IN_BF16, part="1024k").of((crossover.DEFAULT,), crossover.FASTER[:1]),
     *Job("crossover", LLAMA, "long", HALF_A_MILLION, part="512k").of((crossover.DEFAULT,), crossover.FASTER[:1]),

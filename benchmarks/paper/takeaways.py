@@ -72,8 +72,8 @@ def _alone(server: dict | None) -> Iterator[str]:
     if server is not None and server["alone"]:
         ratios = ", ".join(f"{ratio:.2f} at {context // 1024}K" for context, ratio in sorted(server["alone"].items()))
         yield (
-            "**One request alone gains only where its context is long**. What counts is its time per token over stock SGLang's. "
-            f"It is {ratios} {server['where']}.{_longer(server['longer'])}"
+            "**One request alone gains only where its context is long**. Its time per token over stock SGLang's "
+            f"is {ratios} {server['where']}.{_longer(server['longer'])}"
         )
 
 
@@ -82,12 +82,12 @@ def _longer(ratios: dict[int, float]) -> str:
     if not ratios:
         return ""
     told = ", ".join(f"{ratio:.2f} with {batch}" for batch, ratio in sorted(ratios.items()))
-    return f" Reckoned from steps, over a long answer to a short prompt it is {told} request{'s' * (max(ratios) > 1)} at once there."
+    return f" Over a long answer to a short prompt, summed from timed steps, it is {told} request{'s' * (max(ratios) > 1)} at once there."
 
 
 def _losses(server: dict | None, facts: dict) -> Iterator[str]:
     if server is not None and (told := _lost(server)):
-        yield f"**FreeKV loses where contexts are short or few, and at each prefix hit**.{told}{_evicted(facts)}"
+        yield f"**FreeKV loses where contexts are short or requests are few, and at most prefix hits**.{told}{_evicted(facts)}"
 
 
 def _lost(server: dict) -> str:
@@ -98,7 +98,7 @@ def _lost(server: dict) -> str:
     late = ""
     if hits:
         told = "on a resident prefix" if server["resident"] else "that streams its prefix from host memory"
-        late = f" After a hit {told} the first token takes {min(hits):.2f} to {max(hits):.2f} times as long there, if the server is idle."
+        late = f" After a hit {told} the first token takes {min(hits):.2f} to {max(hits):.2f} times as long there. A cell's requests come at once."
     if cold and max(cold) > 1:
         late += f" That of a cold prompt takes {min(cold):.2f} to {max(cold):.2f} times as long."
     return (
@@ -139,8 +139,8 @@ def _methods(facts: dict, everyone: list[Answer]) -> Iterator[str]:
     if full is None or full.freekv_whole is None:
         return
     text = (
-        f"**Against other methods in one engine the work decides**. On long input at batch 8{facts['methods']}, full attention decodes "
-        f"{full.freekv:.2f} times as long as FreeKV. With prefill its answers take {full.freekv_whole:.2f} times as long."
+        f"**Against other methods in one engine the work decides**. On long input at batch 8{facts['methods']}, full attention takes "
+        f"{full.freekv:.2f} times FreeKV's time per token. With prefill its answers take {full.freekv_whole:.2f} times as long."
     )
     generated = [each for each in everyone if each.scenario == "long-generation" and each.freekv]
     told = []
@@ -149,4 +149,6 @@ def _methods(facts: dict, everyone: list[Answer]) -> Iterator[str]:
         if wins := sum(ratio < 1 for ratio in mine):
             name = METHODS[method][0].upper() + METHODS[method][1:]
             told.append(f" {name} takes {min(mine):.2f} to {max(mine):.2f} of FreeKV's time and is faster in {wins} of {len(mine)} cases.")
-    yield text + (f" On long generation with nothing resident others win in some cases or in all.{''.join(told)}" if told else "")
+    yield text + (
+        f" On long generation, with `fast` and nothing resident, others are faster in some cases or in all.{''.join(told)}" if told else ""
+    )

@@ -23,23 +23,23 @@ Random weights select at random, so the benchmarks replay the load of a real mod
 
 | word | meaning |
 |---|---|
+| corrected | a kv head that selects again, because its queries differ from the last ones, and waits for what it lacks |
 | c | the share of kv heads that are corrected in a step |
 | x | the share of selected units that are missing from the device cache |
 | TPOT, TTFT | the time from one output token to the next in the mean, and the time to the first token |
 | hit, cold | the prompt is in the prefix tree, or is computed |
-| a window alone | attention to the budget's tokens with no selection and no recall: no method that selects is faster in this engine |
-| least time | the longer of two times: the bytes over the link, and the bytes in device memory, at the rates of copies in the same run |
+| a window alone | attention to the budget's tokens with no selection and no recall: beyond the budget no method that selects is faster in this engine, but for noise |
+| least time | the longer of two times: that of the step's bytes over the link, and that of its bytes in device memory, at the rates of copies in the same run |
 | compute, select | the step of a window alone, and what comes on top without copies |
-| recall exposed, recall hidden | the time that copies add to a step, and the rest of the link's time for them |"""
+| recall exposed, recall hidden | the time that copies add to a step, and that of copies beside the computation |"""
 
 LIMITS = """The load has limits that the figures inherit:
 
-- The shares of tau-0.8 and tau-0.9 are those of {model} on one task. Those of {nearest} and {default} are of {small}, layer by layer.
+- Loads are named after tau. tau-0.8 and tau-0.9 have the shares of {model} on one task. Those of {nearest} and {default} are of {small}, layer by layer.
   They stand for every shape. Their source and limits are in `benchmarks/profiles.json`.
-- Cells of SGLang whose section names no load, and the ablation, replay x {mean:g} at every context, the mean over contexts. The methods at 32K and above replay it, too.
-  The source has {long:g} from 16K on. Recall is thus understated in long contexts and overstated at 8K, until it is measured
-  again. Between 3K and 10K the methods replayed up to 0.01 less than the source.
-- Cells against stock SGLang whose section names no load replay the c of tau 0.8, and the preset's tau is 0.9. [The data path](data-path.md) has both.
+- The sections of recalled pages and of 16 GiB, and the ablation, replay x {mean:g}, the mean over contexts. The source has {long:g} from
+  16K on. There recall is understated in long contexts and overstated at 8K. The methods replay the source.
+- These sections replay the c of tau 0.8, and the preset's tau is 0.9. [The data path](data-path.md) has both.
 - Every layer gets the mean of all layers, except under loads whose names end in by-layer. In the one real model that could be measured, layers differ widely:"""
 
 NOTES = """## How to read the methods' rows
@@ -62,14 +62,17 @@ keeps layer 0 dense. Some rows are not as their papers run them:
   answer takes: its decoding / with prefill. Above 1 FreeKV is faster. Prefill is dense and the same for all methods.
 - Beside a window alone, figures are FreeKV's decoding over that of the window, and in brackets the least possible. The least is a window's
   step followed by the recall of corrected kv heads, or what the bytes allow if that is longer.
-- A bar that is cut has its figure behind a mark (»). The host copies are left out of the pictures."""
+- A bar that is cut has its figure behind a mark (»). The host copies are left out of the pictures.
+- Servers ran on the host's other GPU meanwhile, and host copies are late by that. With Llama-3.1-8B those of long input take up to 2.7 times
+  those of the same context in long input and long generation. A dash is a cell that was not reached."""
 
 AIMS = """## Aims
 
 The aims are the project's own. Those over ArkVale, InfiniGen and ShadowKV are near the factors that the FreeKV paper reports. *Possible*
 estimates a figure if FreeKV's steps took their least time and all else were as measured. Where *possible* misses the aim, faster code
 alone does not reach it on this machine and load. Both sides of a row do the same work: one engine, one kernel for recall, one CUDA graph.
-The paper's factors are not reached there. Only the host copies take as many times as long. They have no aim, because they compare a host
+The paper's factors over ArkVale and ShadowKV are not reached there. Those over InfiniGen are, on long generation at batch 16.
+Host copies reach them. They have no aim, because they compare a host
 that copies and launches with a graph, and not the methods alone. The aim beside a window alone ends at batch 8, and the sections above
 show batch 16, too."""
 
