@@ -3,5 +3,6 @@
 #   bash launch/demo.sh [--keep] [--port N]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environments.sh
 bash launch/setup.sh
 exec .venv/bin/python -m sglang_freekv.launch.demo "$@"

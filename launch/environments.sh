@@ -1,4 +1,5 @@
 # Sourced at the top of the checkout: the releases of SGLang that the package is tested with, and the environment of each.
+unset PYTHONDONTWRITEBYTECODE  # where it is set, as in many images, each process would compile thousands of modules again
 tested=($(sed -n 's/^TESTED = (\(.*\)).*/\1/p' sglang_freekv/releases.py | tr -d '",'))
 newest=${tested[-1]}
 

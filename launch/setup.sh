@@ -94,7 +94,7 @@ install_packages() {
 
 pip_install() {
   # TMPDIR: downloads and wheels in progress need gigabytes, which /tmp may not have.
-  # --no-compile: most of the 22,000 files are never imported, and Python compiles those that are.
+  # --no-compile: most of the 22,000 files are never imported, and the first process that imports one compiles it.
   mkdir -p "$venv/tmp"
   quietly "$1" env TMPDIR="$venv/tmp" "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "${@:2}"
   rm -rf "$venv/tmp"
