@@ -70,13 +70,13 @@ def test_first_tokens():
         if system == DEFAULT:
             found[result["prefix"]].append(ratio(DEFAULT, cell, "ttft_s"))
     cold, hit = ([f"{value:.2f}" for value in (min(found[prefix]), max(found[prefix]))] for prefix in ("cold", "hit"))
-    assert row("time to the first token") == [f"**{cold[0]} to {cold[1]}; {hit[0]} to {hit[1]}, slower**"]
+    assert row("time to the first token") == [f"**{cold[0]} to {cold[1]}**; {hit[0]} to **{hit[1]}**"]
     [told] = row("first token of a hit, prefix resident")
     assert told.startswith(f"{hit[0]} to {hit[1]} times")
     for cell, words in {
         "8k/b1": "one of 8K {} ms instead of {}",
         "128k/b1": "of 128K {} instead of {}",
-        "2k/b4": "at once {} instead of {}",
+        "2k/b16": "at once {} instead of {}",
     }.items():
         assert words.format(*(f"{results()[f'{name}/{cell}']['ttft_s']['median'] * 1e3:.0f}" for name in (DEFAULT, STOCK))) in told
 

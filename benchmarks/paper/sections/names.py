@@ -13,9 +13,9 @@ SHAPES = {
     "gpt-oss-20b": "gpt-oss-20B",
 }
 ABOUT = {  # what is to be known of a shape's figures, or of a file's
-    "llama-3.1-8b": "Prompts that hit, and single cold ones, were measured again in a later call. While the default preset was measured then, another job "
-    "kept the host's processors busy. While stock SGLang was measured, none did. First tokens of hits differ by up to "
-    "a third between the two calls, so their ratios are rough. In all other cells another server ran on the host.",
+    "llama-3.1-8b": "For the default preset and stock SGLang, prompts that hit and single cold ones were measured later, alone on a machine. Those of "
+    "`fast` are of a call before, in which stock SGLang's time per token was 1 to 2% shorter. First tokens after a hit took 0.93 to 2.05 of stock "
+    "SGLang's with `fast` then, on a busy host. In all other cells another server ran on the host.",
     "llama-3.1-8b-same-kv": "Both servers had a GPU of one host, one after the other, beside the main comparison on its other GPU. FreeKV has "
     "`fast`. It replays c 0.13, x 0.21, as with tau 0.8. Stock SGLang decodes three prompts at once, so most of them wait for their first token.",
     "llama-3.1-8b-8-bit": "Two GPUs of one host were measured beside each other. Cells of 128K with the preset `fast` were measured once, and "
