@@ -18,9 +18,9 @@ class Held:
 
     Args:
         requests: of the batch.
-        table: ``[B, P]`` int32 slots on the device: the first of each page.
+        table: ``[B, P]`` int32 KV indices on the device: the first of each page.
         counts: pages of each request.
-        out_cache_loc: ``[T]`` slots that the pass writes.
+        out_cache_loc: ``[T]`` KV indices that the pass writes.
         page_size: tokens of a page.
     """
 
@@ -32,7 +32,7 @@ class Held:
 
     @classmethod
     def at_launch(cls, batch, rows: torch.Tensor, page_size: int) -> Held:
-        """Copy them out of ``rows``, SGLang's table ``[R, N]`` of slots, on its schedule stream, which is the one that writes the table."""
+        """Copy them out of ``rows``, SGLang's table ``[R, N]`` of KV indices, on its schedule stream, which is the one that writes the table."""
         counts = [-(-length // page_size) for length in batch.seq_lens_cpu.tolist()]
         table = rows[:, ::page_size][:, : max(counts, default=0)][batch.req_pool_indices]
         return cls(batch.reqs[:], table, counts, batch.out_cache_loc, page_size)

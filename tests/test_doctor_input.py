@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from made_up import CONFIG, LLAMA, FakeGpu, model_file
 from sglang_freekv.launch import doctor, server_flags
 
-SOON_S, TIMES = 5, 5  # a slower machine may take TIMES as long as for an ordinary refusal
+SOON_S = 5
 LONG = "9" * 5000
 BAD_CONFIGS = {  # what the file holds, and what is said of it
     "{": "found it broken",
@@ -210,17 +210,12 @@ def test_any_file_is_refused_soon(tmp_path):
     with (tmp_path / "large.json").open("w") as file:
         file.truncate(100 << 20)
     paths = ["/dev/zero", "/dev/stdin", "/dev/tty", "/proc/kmsg", "/proc/self/mem", "/", tmp_path, *sorted(tmp_path.iterdir())]
-
-    def seconds(path: str | Path) -> float:
+    for path in paths:
         began = time.monotonic()
         process = start("--model-path", path, stdin=subprocess.PIPE)
         out, err = process.communicate(timeout=300)
         assert (process.returncode, out, err.count("\n")) == (2, "", 1), (path, out, err)
-        return time.monotonic() - began
-
-    soon = max(SOON_S, TIMES * seconds(tmp_path / "nowhere"))
-    for path in paths:
-        assert seconds(path) < soon, path
+        assert time.monotonic() - began < SOON_S, path
 
 
 def test_nobody_listens():

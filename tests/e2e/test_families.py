@@ -18,8 +18,7 @@ from room import wait_for_room
 from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_ARCHITECTURES, TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS
 
-pytestmark = pytest.mark.two_servers
-both_releases = pytest.mark.both_releases
+pytestmark = [pytest.mark.both_releases, pytest.mark.two_servers]
 
 NEW_TOKENS = 16
 LENGTHS = 16, 77, 200, 230, 500, 901
@@ -82,7 +81,6 @@ def answers(models) -> dict[str, list[dict]]:
     return engines.run_all(jobs, models)
 
 
-@both_releases
 @pytest.mark.parametrize("name", SERVED)
 def test_same_tokens_as_stock_and_as_the_oracle(models, answers, name):
     oracle, prompts = Oracle(models / name), prompts_of(name)
@@ -109,7 +107,6 @@ def test_tokens_of_coded_kv_are_the_oracle_s(models, answers, name):
     assert coded != plain  # else KV as it is would pass, too
 
 
-@both_releases
 @pytest.mark.parametrize("name", FLOATS)
 def test_tokens_of_kv_in_floats_of_8_bits_are_the_oracle_s(models, answers, name):
     """Beside states, windows and learned sinks, too. Window layers leave scales out, as SGLang does on a CPU."""
