@@ -34,14 +34,11 @@ ABOUT = {  # what is to be known of a shape's figures, or of a file's
     "the host ran tests meanwhile.",
 }
 ABOUT_LOAD = {  # the same of a load
-    "llama-3.1-8b-again": "These are of today's code. Stock SGLang was offered about 4 requests per second alone. With 3.7 it kept all within "
-    "the limits before, so its best goodput is higher than here. Methods in one engine ran on the host's other GPU meanwhile, or tests did.",
-    "llama-3.1-8b": "Beyond 5 requests per second FreeKV's probably wait for SGLang's tokenizer. It takes some 80 ms for a document's prompt, one "
-    "prompt after the other, and it streams all answers, too. By the end of its log FreeKV's scheduler had no queue then. Stock SGLang is "
-    "bound by its decode steps.",
+    "llama-3.1-8b": "Each server had the machine and its 16 cores to itself, one after the other. Beyond 5 requests per second FreeKV's probably "
+    "wait for SGLang's tokenizer. It takes some 80 ms for a document's prompt, one prompt after the other, and it streams all answers, too. "
+    "In a run of November 28 FreeKV's scheduler had no queue at such a rate. Stock SGLang is bound by its decode steps.",
 }
 TITLED = {  # what a file has in its title
-    "goodput-llama-3.1-8b-again": ", three rates again",
     "goodput-llama-3.1-8b-dynamic-batch": ", prompts tokenized in batches",
     "crossover-llama-3.1-8b-recalled": ", recalled pages",
     "crossover-llama-3.1-8b-recalled-fa3": ", recalled pages",
@@ -50,7 +47,6 @@ TITLED = {  # what a file has in its title
 EARLIER = (  # files of code before that of the others: what differs is what a prefill and a prefix hit take
     *(f"crossover-llama-3.1-8b-{suffix}" for suffix in ("8-bit", "long", "recalled")),
     *(f"crossover-{shape}" for shape in ("gpt-oss-20b", "minimax-m2-cut", "qwen3-30b-a3b", "qwen3.5-27b-quarter")),
-    "goodput-llama-3.1-8b",
     "ablation-llama-3.1-8b",
 )
 BACKENDS = {"fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
