@@ -4,7 +4,8 @@
 Run: python -m sglang.launch_server --model-path MODEL --port 30001
      python -m sglang.launch_server --model-path MODEL --kv-retrieval freekv
      python -m examples.bench_shared_prefix [--stock http://127.0.0.1:30001] [--freekv http://127.0.0.1:30000]
-Expect: one line for each server. With one GPU, start one server after the other, and give `none` as the other's address.
+Expect: one line for each server. With these defaults FreeKV is slower, because prompts hardly exceed the budget. For long contexts give
+`--prefix-tokens 32768 --answer-tokens 256 --concurrency 16`. With one GPU, start one server after the other, and give `none` as the other's address.
 """
 
 import argparse

@@ -174,10 +174,14 @@ class Sizing:
 
         Args:
             host_bytes, device_bytes: bytes available on each.
-            max_rows: number of rows that the user asked for, or None. If they need less than half of the device, tokens get the rest.
+            max_rows: number of rows that the user asked for, or None. Tokens of their longest contexts may take more than half, as far as
+                these rows leave it. What is cached beyond them may not, because it would take the room of resident pages.
         """
         room = device_bytes - self.staging_bytes - self.shared_window_bytes
-        share = room / 2 if max_rows is None else max(room / 2, room - self.padding_bytes - max_rows * self.row_bytes)
+        share = room / 2
+        if max_rows is not None:
+            contexts = max_rows * (self.context_len + self.config.page_size) * self.device_bytes_per_token
+            share = max(share, min(contexts, room - self.padding_bytes - max_rows * self.row_bytes))
         tokens = min(host_bytes // self.host_bytes_per_token, int(share / self.device_bytes_per_token))
         return tokens // self.config.page_size * self.config.page_size
 

@@ -144,8 +144,8 @@ FLAGS = {
         "Host memory for the KV of one rank in GiB. It bounds the tokens that can be cached. Default: "
         f"{host_memory.SHARE['cuda']:.0%}% of what this machine, its cgroup and `ulimit -v` leave, divided by the ranks on this machine; "
         f"{host_memory.SHARE['cpu']:.0%}% with --device cpu, where weights share that memory. Each of its tokens takes device memory for "
-        "its digests and dense layers, so a larger pool leaves fewer rows. Name it for each of several servers on one machine, because "
-        "they start from the same free memory.",
+        "its digests and dense layers, so a larger pool leaves fewer rows and fewer resident pages. Name it for each of several servers on "
+        "one machine, because they start from the same free memory.",
     ),
     "freekv_resident_memory": Flag(
         "resident_memory_gib",

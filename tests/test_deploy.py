@@ -16,7 +16,7 @@ from sglang.srt.observability import metrics_collector
 from sglang.srt.server_args import ServerArgs
 
 from sglang_freekv.metrics import METRICS, PREFIX
-from sglang_freekv.releases import NEWEST, TESTED
+from sglang_freekv.releases import TESTED
 from sglang_freekv.scheduler_patch.arguments import add_cli_args
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,8 +79,10 @@ def test_the_image_is_built_from_what_the_wheel_holds():
     assert directories | {"pyproject.toml", project["readme"], *project["license-files"]} == set(copied)
 
 
-def test_the_image_has_the_newest_sglang_that_is_tested():
-    assert re.findall(r"^ARG SGLANG_VERSION=(.*)$", DOCKERFILE, re.MULTILINE) == [NEWEST]
+def test_the_image_has_the_sglang_that_readme_advises_on_gpus():
+    advised = re.search(r"on a GPU put ([\d.]+) here", (ROOT / "README.md").read_text())[1]
+    assert re.findall(r"^ARG SGLANG_VERSION=(.*)$", DOCKERFILE, re.MULTILINE) == [advised]
+    assert COMPOSE["server"]["build"]["args"] == {"SGLANG_VERSION": advised}
     named = {
         version for file in DEPLOY.rglob("*") if file.is_file() for version in re.findall(r"SGLANG_VERSION=([\d.]+)", file.read_text())
     }

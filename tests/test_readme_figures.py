@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -52,6 +53,17 @@ def test_times_of_the_presets():
     for preset, system in (("accurate", DEFAULT), ("fast", FAST)):
         times = [f"{results()[f'{system}/32k/b{batch}']['tpot_s'] * 1e3:.2f}" for batch in (1, 4, 16)]
         assert row(f"`--freekv-preset {preset}`")[2:5] == times
+
+
+def test_divergences_of_the_presets():
+    found = json.loads((ROOT / "benchmarks" / "results" / "real.json").read_text())["results"]
+
+    def kl(length: int, method: str) -> str:
+        return f"{fmean(found[f'{length}/512/{method}']['kl']):.4f}"[1:]
+
+    for preset, method in (("accurate", "freekv-accurate"), ("fast", "freekv")):
+        assert row(f"`--freekv-preset {preset}`")[0] == kl(4096, method)
+    assert f"At 8,192 tokens it is {kl(8192, 'freekv-accurate')}, and with `fast` **{kl(8192, 'freekv')}**." in README
 
 
 def test_the_first_table():

@@ -12,7 +12,7 @@ from benchmarks.report import markdown
 BESIDE = (
     "FreeKV's time over stock SGLang's, for each configuration that was measured in several cells. TPOT is the time per token, and TTFT that to "
     "the first one. *One of 2K* is one request alone. *Slowest* and *fastest* are the cells with the largest and the smallest ratio of TPOT. "
-    "TTFTs are from the least to the most of all cells. A dash stands where nothing was measured, or the two sides are of two machines."
+    "Cells are named by the prompts that were sent, and TPOT is of those that decoded *at once*, as the tables below tell. TTFTs are from the least to the most of all cells. A dash stands where nothing was measured, or the two sides are of two machines."
 )
 
 
@@ -123,12 +123,14 @@ def _evicted(facts: dict) -> str:
 def _load(facts: dict) -> Iterator[str]:
     best = facts.get("goodput", {})
     if {"stock", "freekv"} <= best.keys():
-        limits = facts["limits"]
-        fast = f" With `fast` it answers {best['freekv-fast']:.1f}." if "freekv-fast" in best else ""
+        limits, every = facts["limits"], ""
+        if all(facts["kept"].values()):
+            best, every = facts["kept"], "all of "
+        fast = f" With `fast` it answers {every}{best['freekv-fast']:.1f}." if "freekv-fast" in best else ""
         yield (
             f"**Under load on cached documents it sustains {'more' if best['freekv'] > best['stock'] else 'less'}**. Within "
-            f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {best['freekv']:.1f} "
-            f"requests per second and stock SGLang {best['stock']:.1f}.{fast} That was {facts['under load']}."
+            f"{limits.ttft_s:g} s to the first token and {limits.tpot_s * 1e3:g} ms for each other, FreeKV answers {every}"
+            f"{best['freekv']:.1f} requests per second and stock SGLang {every}{best['stock']:.1f}.{fast} That was {facts['under load']}."
         )
 
 

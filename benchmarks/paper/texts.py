@@ -27,7 +27,7 @@ Random weights select at random, so the benchmarks replay the load of a real mod
 | c | the share of kv heads that are corrected in a step |
 | x | the share of selected units that are missing from the device cache |
 | TPOT, TTFT | the time from one output token to the next in the mean, and the time to the first token |
-| hit, cold | the prompt is in the prefix tree, or is computed |
+| hit, part, cold | the prompt is in the prefix tree but for a page; in part; not at all, so that it is computed |
 | a window alone | attention to the budget's tokens with no selection and no recall: beyond the budget no method that selects is faster in this engine, but for noise |
 | least time | the longer of two times: that of the step's bytes over the link, and that of its bytes in device memory, at the rates of copies in the same run |
 | compute, select | the step of a window alone, and what comes on top without copies |

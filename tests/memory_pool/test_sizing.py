@@ -98,3 +98,21 @@ def test_scratch_that_a_plan_allocates_is_counted(pages, monkeypatch):
     one, other = (sizing(KVFormat.plain(torch.bfloat16), length * PAGE).table_bytes for length in (pages, 16))
     beside = (4 * 6 + 4 * PAGE) * (pages - 16)  # scores, and SGLang's row of token slots
     assert one - other - beside == sum(allocated) - 8 * HEADS * (16 + width)
+
+
+@pytest.mark.parametrize(
+    "rows, taken",
+    [(None, "half"), (2, "half"), (600, "contexts"), (700, "what rows leave"), (4000, "half")],
+)
+def test_what_a_large_host_caches_leaves_half_of_the_device_to_resident_pages(rows, taken):
+    """Tokens take more only for the longest contexts of the rows that were asked for, and no more than these rows leave."""
+    plain, host, device = sizing(KVFormat.plain(torch.bfloat16)), 1 << 50, 1 << 28
+    room, asked = device - plain.staging_bytes - plain.shared_window_bytes, rows or 0
+    shares = {
+        "half": room / 2,
+        "contexts": asked * (CONTEXT + PAGE) * plain.device_bytes_per_token,
+        "what rows leave": room - plain.padding_bytes - asked * plain.row_bytes,
+    }
+    page = PAGE * plain.device_bytes_per_token
+    assert plain.tokens(host, device, rows) * plain.device_bytes_per_token == pytest.approx(shares[taken], abs=page)
+    assert plain.frames(device, plain.tokens(host, device, 2), 2) > 20 * plain.promised_frames

@@ -22,7 +22,14 @@ def of_goodput(path: Path, directory: Path) -> Section:
     rows = ladder.rows_of(section.results, limits, goodput.SYSTEMS)
     lasted = [len(result["ttfts"]) / ladder.offered_of(result) for *_, result in rows]
     best = ladder.best_of(section.results, limits, goodput.SYSTEMS)
-    section.facts |= {"goodput": best, "limits": limits, "under load": f"{_where(section)}{', with earlier code' * section.is_earlier}"}
+    whole = [(name, point.goodput) for name, _, point, _ in rows if point.within == 1]
+    kept = {system: max((goodput for name, goodput in whole if name == system), default=None) for system in best}
+    section.facts |= {
+        "goodput": best,
+        "kept": kept,
+        "limits": limits,
+        "under load": f"{_where(section)}{', with earlier code' * section.is_earlier}",
+    }
     loads = {system: result["load"] for system, *_, result in rows if "load" in result}
     section.add(
         f"A request is within the limits if its first token comes within {limits.ttft_s:g} s and the others follow at "
