@@ -18,7 +18,7 @@ def by_device(reference: Callable[P, R], of: str) -> Callable[P, R]:
 
     Args:
         reference: the specification, whose signature and docstring the result has.
-        of: the argument whose ``is_cuda`` decides: a tensor, or ``Candidates``.
+        of: the argument whose ``is_cuda`` decides: a tensor, or what holds tensors, such as ``Candidates``.
     """
     place = list(signature(reference).parameters).index(of)
     compiled: list[Callable[P, R]] = []

@@ -17,7 +17,8 @@ MOST_FAULTS = 256  # places of the ring
 
 @dataclass(frozen=True)
 class Fault:
-    """A unit that changed in host memory after it was written: where it belongs, its two checksums, and whether an idle server found it."""
+    """A unit that changed in host memory after it was written: where it belongs, its two checksums, and whether it waits since an idle
+    server of several ranks found it."""
 
     layer: int
     host_page: int
@@ -66,7 +67,7 @@ class Canary:
     def verify_staged(self, layer: int, host_pages: torch.Tensor, starts: torch.Tensor, kv: KV, every: int | None = None) -> None:
         """Examine the units that ``kernels.stage_pages`` with these arguments brought: one in ``every``, by default the canary's own."""
         pages, rows = (x.repeat_interleave(len(self.heads)) for x in (host_pages, starts))
-        self.staged += 1
+        self.staged = (self.staged + 1) & 0x7FFFFFFF  # the units to examine are told by it, in int32
         count = torch.full((2,), self.staged, dtype=torch.int32, device=pages.device)
         count[:1] = (pages >= 0).sum()
         units = Units(rows, 1, self.heads.repeat(len(host_pages)), pages, count)

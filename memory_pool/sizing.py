@@ -196,13 +196,13 @@ class Sizing:
         left = self._left(device_bytes, tokens) - self.padding_bytes
         longest = int(left // self.row_bytes)
         if longest < 1:
-            flag = "budget" if self.config.cache_tokens == self.config.budget_tokens else "device-cache"
+            flag, asked = self._flag_of_rows
             beside = also = ""
             if self.window_kv is not None:
                 beside = f" and {self.shared_window_bytes / GIB:.2f} GiB of window layers for prefills"
                 also = ", or --chunked-prefill-size"
             raise Refusal(
-                f"--freekv-{flag} {self.config.cache_tokens}: one request takes {self.row_bytes / GIB:.2f} GiB of device memory, "
+                f"--freekv-{flag} {asked}: one request takes {self.row_bytes / GIB:.2f} GiB of device memory, "
                 f"expected room for it and for one of padding, but {max(left + self.padding_bytes, 0) / GIB:.2f} GiB are left beside "
                 f"{self.staging_bytes / GIB:.2f} GiB of prefix staging{beside}; lower --freekv-{flag} or --context-length{also}, or raise "
                 "--mem-fraction-static"
@@ -231,6 +231,14 @@ class Sizing:
     def admitted(self, frames: int, rows: int) -> int:
         """How many of ``rows`` may run at once with the longest context, where there are so many ``frames``."""
         return min(rows, (frames - self.config.cache_pages) // self.promised_frames)
+
+    @property
+    def _flag_of_rows(self) -> tuple[str, int]:
+        """The flag that decides how much a row takes, without ``--freekv-``, and its tokens."""
+        config = self.config
+        if self.promised_frames > config.cache_pages + 2:  # one in hand, and one for the last page
+            return "dense-below", config.dense_below_tokens
+        return ("budget" if config.cache_tokens == config.budget_tokens else "device-cache"), config.cache_tokens
 
     def _left(self, device_bytes: int, tokens: int) -> float:
         """Bytes that staging, digests, dense layers, and prefills of window layers leave to rows and frames."""

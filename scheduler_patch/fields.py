@@ -89,6 +89,10 @@ def normalize(original: Callable, obj) -> None:
                 raise ValueError(f"{name}: expected none, because only images have been tested with KV retrieval; leave it out")
         asked = obj.sampling_params
         for params in asked if isinstance(asked, list) else [asked or {}]:
+            if not isinstance(params, dict):
+                raise ValueError(
+                    f"sampling_params: expected an object, or one for each prompt, found {str(params)[:80]}; send JSON objects"
+                )
             _check_sampling(params)
     as_clients_mistake(original, obj)
     if not all(isinstance(rid, str) for rid in ([obj.rid] if obj.is_single else obj.rid)):

@@ -66,14 +66,14 @@ def even_values(
     return values, ids
 
 
-def take_in(original: Callable, scheduler, recv_req: TokenizedGenerateReqInput) -> None:
+def take_in(original: Callable, scheduler, recv_req: TokenizedGenerateReqInput, *args, **kwargs) -> None:
     """AROUND the receipt of one request: an exception becomes its answer, with status 400."""
     try:
         if recv_req.custom_logit_processor is not None:
             CustomLogitProcessor.from_str(recv_req.custom_logit_processor)
             if recv_req.sampling_params.custom_params is None:
                 recv_req.sampling_params.custom_params = {}  # SGLang stores the request in it; `_Processor` ends the request through it
-        original(scheduler, recv_req)
+        original(scheduler, recv_req, *args, **kwargs)
     except (Exception, SystemExit) as error:
         logger.error("request %s cannot be taken in", recv_req.rid, exc_info=True)
         _refuse(scheduler, recv_req, f"the request cannot be taken in ({type(error).__name__}: {error}); check its fields")

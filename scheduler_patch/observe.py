@@ -105,6 +105,7 @@ class Observer:
         if self.quarantine is not None:
             self.quarantine.evict()
         self.pool.residency.note_rest()
+        self.pool.owners.clear()
         state = self.state()
         if state != self.rested:
             self.rested, self.is_unchecked = state, True

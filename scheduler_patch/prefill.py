@@ -32,6 +32,8 @@ def mark_tables(scheduler, batch, *args, **kwargs) -> None:
         pool.planner.note_tables(batch.req_pool_indices)
     if new or len(used) != rows.size - len(rows.free_slots):  # else they are those of before
         used = set(range(1, rows.size + 1)).difference(rows.free_slots)
+        for row in pool.owners.keys() - used:
+            del pool.owners[row]  # or an ended request would stay in memory until its row is taken again
     lengths = list(zip(numbers, batch.seq_lens_cpu.tolist()))
     pool.residency.note_requests(used, _held_pages(allocator, scheduler.tree_cache), lengths, new)
 
@@ -98,9 +100,12 @@ def _held_pages(allocator, tree) -> int:
 
 
 def _longest_context(req, pool) -> int:
-    """Tokens of the request's context at its end. A staging buffer is for the longest context of all."""
+    """Tokens of the request's context at its end. A staging buffer is for the longest context of all.
+
+    One that asks for no token has the first one in a pass that is launched before its end is known, as any other.
+    """
     answer = req.sampling_params.max_new_tokens
-    return pool.staging_tokens if answer is None else min(pool.staging_tokens, len(req.origin_input_ids) + answer)
+    return pool.staging_tokens if answer is None else min(pool.staging_tokens, len(req.origin_input_ids) + max(1, answer))
 
 
 def _context_end(req) -> int:

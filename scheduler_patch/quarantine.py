@@ -183,11 +183,11 @@ class Quarantine:
         self.requests_ended += 1
         message = f"{self._describe(fault)}; send the request again, its KV will be computed anew"
         reason = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "KVChangedInHostMemory")
+        request.to_finish = reason  # of a chunked prompt, in case that it is retracted first: it would come back with nobody to ask for it
         if is_chunked:  # it has no result to end in, so it ends like one that its client aborts
             self.scheduler._pending_chunked_abort_req = request
             self.scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid, finished_reason=reason.to_json()), request)
         else:
-            request.to_finish = reason
             request.finished_len = len(request.output_ids)  # without the token of this step, which SGLang adds next
 
 

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 
 from sglang_freekv import releases
 from sglang_freekv.architectures import TESTED_WITH_IMAGES, TESTED_WITH_WINDOWS, WINDOWS_ON_BOTH_RELEASES
-from sglang_freekv.config import BACKEND_NAME, GIB, ROTATED_TOGETHER, SGLANG_FP8, WORD_CODES, FreeKVConfig, Refusal
+from sglang_freekv.config import BACKEND_NAME, GIB, MOST_PAGES, ROTATED_TOGETHER, SGLANG_FP8, WORD_CODES, FreeKVConfig, Refusal
 from sglang_freekv.layers import LayerKind
 from sglang_freekv.memory_pool import host_memory
 from sglang_freekv.memory_pool.sizing import Sizing
@@ -184,6 +184,11 @@ RESOLVED_RULES = (
         "unset it",
     ),
     Rule(
+        lambda s, m, c: -(-m.context_len // c.page_size) > MOST_PAGES,
+        "--page-size {c.page_size}: expected at most {most_pages} pages in the longest context, and {m.context_len} tokens are more; use a larger "
+        "--page-size, or a shorter --context-length",
+    ),
+    Rule(
         lambda s, m, c: c.page_size == 1,
         "--page-size 1: a page of one token has nothing to summarise; use --page-size 8, or leave it out",
     ),
@@ -235,6 +240,7 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
         "dense": ",".join(map(str, config.dense_layers)),
         "full": _ranges(_full_layers(model)),
         "pages": LEAST_PAGES,
+        "most_pages": MOST_PAGES,
         "slide": SLIDE,
         "least": LEAST_PAGES * config.page_size,
     }

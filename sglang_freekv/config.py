@@ -19,6 +19,7 @@ DIGESTS = ("cuboid-mean", "min-max", "two-bit")
 WORD_TOKENS = 8  # tokens whose codes share a word of a two-bit digest
 PART_PAGES = 4096  # candidates of a context that one program of a GPU holds at a time
 MOST_SLOTS = (1 << 15) - 1  # slots of a row: two counts of slots share a word in the plan
+MOST_PAGES = (1 << 20) - 1  # of a context: three counts of pages share a word in the selection
 POOLINGS = ("softmax-mean", "mean", "max")
 SELECTIONS = ("every-step", "on-turn")
 MOST_NATS = 10.0  # of hysteresis; e^10 is 22,026 times the weight

@@ -108,7 +108,8 @@ class Exporter:
                 for pool, num_bytes in value.items():
                     shown.labels(**self.labels, pool=pool).set(num_bytes)
             elif metric.kind == "counter":
-                shown.labels(**self.labels).inc(value - self.exported.get(metric.name, 0))
+                value = max(value, before := self.exported.get(metric.name, 0))  # a counter that fell would raise, and end the scheduler
+                shown.labels(**self.labels).inc(value - before)
                 self.exported[metric.name] = value
             else:
                 shown.labels(**self.labels).set(value)

@@ -15,53 +15,49 @@ TESTED = ("0.5.17", "0.5.23")  # launch/environments.sh reads this line
 NEWEST = TESTED[-1]
 INSTALL = f"`pip install sglang=={NEWEST}`"
 
-NEW, GONE = False, True
-
 
 class Difference(NamedTuple):
     """What SGLang does otherwise from one release on.
 
     Args:
         since: the first release that has it.
-        symbol: dotted path, by which a release is told to have it; its last part may be a parameter.
-        gone: whether the symbol is gone since then (GONE), or new (NEW).
+        symbol: dotted path of what is new since then, by which a release is told to have it; its last part may be a parameter.
         change: what is otherwise.
     """
 
     since: str
     symbol: str
-    gone: bool
     change: str
 
 
 # fmt: off
 DIFFERENCES = {
     "request KV": Difference(
-        "0.5.19", "sglang.srt.managers.schedule_batch.ReqKvInfo.holds_kv", NEW,
+        "0.5.19", "sglang.srt.managers.schedule_batch.ReqKvInfo.holds_kv",
         "a request's row is req.kv.req_pool_idx; req.kv stays when the row is given back, and req.kv.holds_kv tells",
     ),
     "settings apart": Difference(
-        "0.5.20", "sglang.srt.server_args._rebuild_server_args", NEW,
+        "0.5.20", "sglang.srt.server_args._rebuild_server_args",
         "ServerArgs is a msgspec Struct that keeps what was typed; settings are resolved later, and read through a view",
     ),
     "prefill budget": Difference(
-        "0.5.21", "sglang.srt.managers.schedule_policy.PrefillAdder.memory_budget", NEW,
+        "0.5.21", "sglang.srt.managers.schedule_policy.PrefillAdder.memory_budget",
         "memory_budget.total_offset takes the place of the adder's rem_total_token_offset",
     ),
     "checkpoint": Difference(
-        "0.5.22", "sglang.srt.mem_cache.common.release_kv_cache.checkpoint", NEW,
+        "0.5.22", "sglang.srt.mem_cache.common.release_kv_cache.checkpoint",
         "release_kv_cache is told whether the tree keeps the pages by checkpoint=, which has no default, instead of is_insert=",
     ),
     "tree paths": Difference(
-        "0.5.22", "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info", NEW,
+        "0.5.22", "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info",
         "the radix tree is UnifiedRadixCache, and its core tells the nodes of a path, by which pages are forgotten there",
     ),
     "extend end": Difference(
-        "0.5.22", "sglang.srt.managers.schedule_batch.Req.extend_end", NEW,
+        "0.5.22", "sglang.srt.managers.schedule_batch.Req.extend_end",
         "req.extend_end takes the place of req.extend_range.end",
     ),
     "worker app": Difference(
-        "0.5.23", "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH", NEW,
+        "0.5.23", "sglang.srt.environ.Envs.SGLANG_HTTP_SERVER_APP_PATH",
         "the HTTP app of tokenizer workers has a name that can be set, so they can be hooked",
     ),
 }

@@ -76,6 +76,15 @@ def test_a_page_that_changed_is_told_when_it_is_staged(stream):
     assert [(fault.layer, fault.host_page, fault.head) for fault in faults(engine)] == [(LAYER, host_page, HEAD)]
 
 
+def test_the_count_of_what_was_staged_begins_again():
+    """It is an int32 on the device; a busy server comes to its end in two weeks."""
+    engine = served()
+    engine.retrieval.store.canary.staged = (1 << 31) - 2
+    for _ in range(3):
+        engine.retrieval.store.staging.sweep(engine.requests[0].pages[:7])
+    assert faults(engine) == [] and engine.retrieval.store.canary.staged < 1 << 31
+
+
 def test_a_sweep_finds_a_page_that_nobody_reads():
     engine = served()
     host_page = damage(engine, 7)

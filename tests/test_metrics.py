@@ -43,6 +43,14 @@ def test_counters_come_to_the_total_and_gauges_to_the_last_value(registry):
     assert shown == own and all(sample.labels["tp_rank"] == "1" for sample in samples)
 
 
+def test_a_counter_that_fell_waits_for_its_last_value(registry):
+    """Times of the GPU's clocks are differences, and a counter that falls raises in Prometheus's client."""
+    exporter = Exporter({"tp_rank": "0"})
+    for count in (5.0, 4.9, 5.5):
+        exporter.export(values(count))
+    assert registry.get_sample_value(f"{PREFIX}recall_seconds_total", {"tp_rank": "0"}) == 5.5
+
+
 def test_a_metric_without_a_value_is_an_error(registry):
     exporter, some = Exporter({"tp_rank": "0"}), values(1)
     del some["rows_used"]

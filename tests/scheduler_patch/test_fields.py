@@ -54,6 +54,7 @@ def test_a_bad_sampling_parameter_is_named(params, named):
     ({"rid": [5, 6], "input_ids": [[5], [6]]}, "rid: expected a string for each prompt"),
     ({"lora_path": ["a"], "input_ids": [[5], [6]]}, "cannot be read (IndexError"), ({"sampling_params": []}, "cannot be read (IndexError"),
     ({"input_ids": None, "input_embeds": [[]]}, "cannot be read (IndexError"),
+    *[({"sampling_params": each}, "sampling_params: expected an object, or one for each prompt, found") for each in ([None], [3], ["a"], "ab")],
     ({"video_data": "a.mp4"}, "video_data: expected none, because only images"), ({"audio_data": [["a.wav"]]}, "audio_data: expected none"),
     *[({"token_indices_to_pool": [9]}, "in setwise scoring")] * hasattr(GenerateReqInput, "token_indices_to_pool"),
 ], ids=str)  # fmt: skip

@@ -51,6 +51,13 @@ def one_rank(monkeypatch):
     monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_parallel", lambda: SimpleNamespace(tp_rank=0))
 
 
+def test_what_sglang_tells_beside_a_request_is_handed_on():
+    """From 0.5.23 on an image that cannot be read is told so."""
+    received, recv = [], SimpleNamespace(custom_logit_processor=None)
+    hardening.take_in(lambda *args, **kwargs: received.append((args, kwargs)), "scheduler", recv, mm_input_error="why")
+    assert received == [(("scheduler", recv), {"mm_input_error": "why"})]
+
+
 @pytest.mark.parametrize("error", [TypeError("of None"), KeyError("lora"), RecursionError("deep"), SystemExit(3)])
 def test_what_a_request_raises_is_its_answer(one_rank, error):
     def original(recv_req):

@@ -33,6 +33,7 @@ class Idle:
             config=SimpleNamespace(canary="off"),
             retrieval=SimpleNamespace(complete_all_transfers=lambda: self.seen.append("wait"), policy=None),
             held_pages=lambda allocator: torch.arange(1000, 2000),
+            owners={},
             residency=SimpleNamespace(note_rest=lambda: None, state=dict),
             totals=SimpleNamespace(as_dict=lambda: {"tokens": self.tokens}),
         )

@@ -23,9 +23,9 @@ def resolve(monkeypatch):
     monkeypatch.setattr(pools, "_agree", lambda value: value)
     monkeypatch.setattr(pools, "_kv_shape", lambda configurator: SHAPE)
 
-    def resolve(host=100.0, device=20.0, context=131072, kv_cache_dtype=torch.bfloat16, rows=None, resident=None):
+    def resolve(host=100.0, device=20.0, context=131072, kv_cache_dtype=torch.bfloat16, rows=None, resident=None, **more):
         args = SimpleNamespace(
-            _freekv=replace(FreeKVConfig(), host_memory_gib=host, resident_memory_gib=resident), max_running_requests=rows,
+            _freekv=replace(FreeKVConfig(), host_memory_gib=host, resident_memory_gib=resident, **more), max_running_requests=rows,
             mem_fraction_static=0.9, kv_cache_dtype="auto", chunked_prefill_size=None,
         )  # fmt: skip
         monkeypatch.setattr(pools, "_budgets", lambda *others: (int(host * GIB), int(device * GIB)))
@@ -84,6 +84,11 @@ def test_a_quantised_checkpoint_is_refused_whatever_told_so(resolve):
 def test_a_device_that_is_too_small_is_not_told_as_missing_host_memory(resolve, device, context):
     with pytest.raises(Refusal, match="--freekv-budget 2048: one request takes .* GiB of prefix staging; lower .* --context-length"):
         resolve(device=device, context=context)
+
+
+def test_a_device_that_is_too_small_for_what_is_attended_to_in_full_is_told_so(resolve):
+    with pytest.raises(Refusal, match="--freekv-dense-below 65536: one request takes .*; lower --freekv-dense-below or --context-length"):
+        resolve(device=0.5, dense_below_tokens=65536)
 
 
 def test_a_host_that_is_too_small_is_told_as_such(resolve):

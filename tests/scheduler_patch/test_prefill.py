@@ -226,6 +226,15 @@ def test_a_row_is_told_to_have_ended_when_its_request_has_gone():
     scheduler.take(3)
     assert scheduler.launch({3: first}) == [("ended", 3)]
     assert scheduler.launch({3: first}, extends=False) == [] and promised.keys() == {3}
+    assert scheduler.pool.owners.keys() == {3}  # no other request is kept in memory
+
+
+@pytest.mark.parametrize("asked, tokens", [(None, 1000), (0, 9), (1, 9), (8, 16), (5000, 1000)])
+def test_a_request_is_promised_room_for_the_token_that_it_has_in_any_case(asked, tokens):
+    """A step may be launched with it before its end is known."""
+    made = request(8)
+    made.sampling_params.max_new_tokens = asked
+    assert prefill._longest_context(made, SimpleNamespace(staging_tokens=1000)) == tokens
 
 
 def test_requests_become_partial_while_they_run():

@@ -372,7 +372,8 @@ def test_a_prompt_in_chunks_is_told_at_once(world):
     batch = world.run(request)
     world.scheduler.chunked_req = request
     world.quarantine.examine(world.note(8), batch, None)
-    assert world.scheduler._pending_chunked_abort_req is request and request.to_finish is None
+    assert world.scheduler._pending_chunked_abort_req is request
+    assert request.to_finish is not None  # if a pause retracts it first, it ends when it comes back
     assert not request.skip_radix_cache_insert  # SGLang 0.5.17 would compute the same chunk for ever
     [message] = world.sent
     assert message.rid == "a" and "host page 8" in message.finished_reason["message"] and message.finished_reason["status_code"] == 500

@@ -446,7 +446,7 @@ def test_what_sglang_insists_on(monkeypatch):
     resolved["cuda_graph_config"] = graphs("breakable")
     resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
     monkeypatch.setattr(refusals, "_full_layers", lambda model: list(range(6)))
-    model = SimpleNamespace(quantization=None, is_hybrid_swa=False)
+    model = SimpleNamespace(quantization=None, is_hybrid_swa=False, context_len=(1 << 25) - 32)
     backends = ("freekv", "freekv")
 
     def refuse(backends=backends, canary="off", kv_dtype="auto", **changes):
@@ -461,6 +461,12 @@ def test_what_sglang_insists_on(monkeypatch):
         refuse(backends=("triton", "freekv"))
     with pytest.raises(Refusal, match="--page-size 32: SGLang insists on 128 here; use --page-size 128"):
         refuse(page_size=128)
+    model.context_len += 1
+    with pytest.raises(
+        Refusal, match="--page-size 32: expected at most 1048575 pages in the longest context, and 33554401 tokens are more; "
+    ):
+        refuse()
+    model.context_len -= 1
     refuse(cuda_graph_config=graphs("disabled"))
     with pytest.raises(
         Refusal, match="SGLang chooses --cuda-graph-backend-prefill full here, .*; use --cuda-graph-backend-prefill disabled"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from contextlib import suppress
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 from sglang.srt.plugins import hook_registry
@@ -69,6 +72,30 @@ def test_modules_that_have_imported_a_target_get_the_hook(sglang_module, monkeyp
 def test_every_hook_is_in_the_tables_that_are_examined():
     attached = {*scheduler_patch.FRONT, *scheduler_patch.launcher("cpu"), *scheduler_patch.scheduler("cpu")}
     assert attached == {patch for table in scheduler_patch.TABLES for patch in table}
+
+
+NEVER_GIVEN = {("linear_attention:gated_norm", "self x g residual prenorm residual_in_fp32")}  # no model gives it more than x and a gate
+
+
+def _takes(hook: Callable, patch: Patch, names: list[str]) -> bool:
+    """Whether the hook can be called as its target is, with all arguments by position, or all but the first by name."""
+    more = 1 if patch.kind in (HookType.AROUND, HookType.AFTER) else 0  # the original, or its result
+    is_bound = isinstance(pkgutil.resolve_name(patch.target), MethodType)  # a class method, whose class is not among its parameters
+    first = [object()] * (more + is_bound + min(len(names), 1))
+    for positional, named in ((names[1:], ()), ((), names[1:])):
+        with suppress(TypeError):
+            inspect.signature(hook).bind(*first, *positional, **dict.fromkeys(named))
+            return True
+    return False
+
+
+def test_every_hook_takes_what_its_target_takes_in_every_release():
+    hooked = [patch for table in scheduler_patch.TABLES for patch in table if patch.kind != registry.ATTRIBUTE and patch.concerns()]
+    lacking = {
+        (patch.hook, names) for patch in hooked for names in patch.alternatives
+        if not any(name.startswith("*") for name in names.split()) and not _takes(patch.load(), patch, names.split())
+    }  # fmt: skip
+    assert lacking == NEVER_GIVEN
 
 
 def test_no_two_targets_are_one_function():
