@@ -127,7 +127,9 @@ class Model:
 
         defaults = {flag.name: flag.allowed[0] for flag in refused_flags.FLAGS} | dict.fromkeys(refused_flags.COUNTS)
         defaults |= dict(tp_size=1, max_total_tokens=None, chunked_prefill_size=hardware.chunk, grammar_backend=None)
-        defaults |= dict(moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None)
+        defaults |= dict(
+            moe_a2a_backend="none", moe_dense_tp_size=None, enable_lora=None, lora_paths=None, dp_size=1, mem_fraction_static=None
+        )
         typed = {name: value for name, value in vars(self.server).items() if value is not None}
         asked = SimpleNamespace(
             **defaults | typed | dict(device=hardware.device, page_size=config.page_size, attention_backend=BACKEND_NAME)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor
+from typing import Any
 
 from sglang_freekv.config import GIB, FreeKVConfig, Refusal, typed
 from sglang_freekv.launch.footprint import MOST_REQUESTS, Footprint, Room
@@ -53,9 +54,14 @@ class Plan:
     def config(self) -> FreeKVConfig:
         return self.question.config
 
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a prefill as asked for. Below 1 there is no limit, and None is SGLang's default."""
+        return self.question.server.chunked_prefill_size
+
     @cached_property
     def footprint(self) -> Footprint:
-        chunk = self.question.server.chunked_prefill_size or self.hardware.chunk
+        chunk = self.hardware.chunk if self.chunk is None else self.chunk
         sizing = Sizing(self.config, self.model.kv_shape(self.config, self.ranks), self.context_len, chunk)
         return Footprint(sizing, self.model.slot_bytes(self.ranks))
 
@@ -220,7 +226,11 @@ class Plan:
             "page_size": self.question.server.page_size,
         }
         typed_words = {name: value for name, value in self.question.typed.items() if name not in flags}
-        last = {"mem_fraction_static": self.static_share} if self.on_gpu else {"device": "cpu"}
+        is_unlimited = (
+            self.chunk is not None and self.chunk < 1
+        )  # SGLang sets aside much for such prefills, and on a CPU more than there is
+        last: dict[str, Any] = {} if self.on_gpu else {"device": "cpu"}
+        last |= {"mem_fraction_static": self.static_share} if self.on_gpu or is_unlimited else {}
         words = ["python", "-m", "sglang.launch_server"]
         for name, value in (flags | typed_words | last).items():
             if value is not None:

@@ -88,6 +88,7 @@ class Question:
             raise Refusal(f"sglang: expected it to be installed, for its rules decide on a model, found none; {releases.INSTALL}")
         server = argparse.Namespace(**{name: getattr(asked, name, None) for name in server_flags.NAMES})
         _refuse_idle(asked)
+        _refuse_gpu(asked)
         for name, least in (("requests", 1), ("gpus", 1), ("tp_size", 1), ("context_length", 1), ("max_running_requests", 1),
                             ("max_total_tokens", 1), ("page_size", 1), ("chunked_prefill_size", LEAST_CHUNK)):  # fmt: skip
             _expect_between(name, getattr(asked, name, None), least, MOST)
@@ -186,6 +187,13 @@ def _refuse_idle(asked: argparse.Namespace) -> None:
         if value is not None and name not in ("json", "model_path"):
             shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
             raise Refusal(f"{typed(name)} {shown[:40]}: expected --model-path beside it, found none; add that, or leave it out")
+
+
+def _refuse_gpu(asked: argparse.Namespace) -> None:
+    """Raise Refusal for an option about a GPU beside ``--device cpu``."""
+    for name in ("gpu", "gpus", "link_gb_per_s"):
+        if getattr(asked, "device", None) == "cpu" and (value := getattr(asked, name)) is not None:
+            raise Refusal(f"{typed(name)} {value}: expected none with --device cpu, where nothing is on a GPU; leave one of them out")
 
 
 def _expect_between(name: str, value: float | None, least: float, most: float, open_below: bool = False) -> None:

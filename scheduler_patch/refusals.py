@@ -108,6 +108,11 @@ RESOLVED_RULES = (
         "use --max-total-tokens {least} or more, or leave it out",
     ),
     Rule(
+        lambda s, m, c: s.mem_fraction_static is not None and s.mem_fraction_static <= 0,
+        "--mem-fraction-static {s.mem_fraction_static:g}: expected more than 0, and SGLang reckons less where prefills are large for the memory; "
+        "use --chunked-prefill-size 4096 or less, or a share above 0",
+    ),
+    Rule(
         lambda s, m, c: s.device == "cpu" and s.grammar_backend == "xgrammar",
         "--grammar-backend xgrammar: only llguidance has been tested with --device cpu; use --grammar-backend llguidance, or leave it out",
     ),
@@ -207,12 +212,14 @@ RESOLVED_RULES = (
         "--freekv-dense-layers {dense}: expected at least one layer left to compress; name fewer, " + OFF,
     ),
     Rule(
-        lambda s, m, c: s.device == "cpu" and s.enable_lora,
-        "--enable-lora: SGLang pins memory for adapters, which takes a GPU; leave it and --lora-paths out, or use --device cuda",
+        lambda s, m, c: (
+            s.device == "cpu" and (s.enable_lora or (s.lora_paths and s.enable_lora is not False))
+        ),  # paths alone turn it on later
+        "{lora}: SGLang pins memory for adapters, which takes a GPU; leave --enable-lora and --lora-paths out, or use --device cuda",
     ),
     Rule(
-        lambda s, m, c: s.device == "cpu" and s.tp_size > cpu.most_ranks(),
-        "--tp-size {s.tp_size}: with --device cpu SGLang starts a rank for each NUMA node, or for each list of cores in "
+        lambda s, m, c: s.device == "cpu" and s.tp_size * s.dp_size > cpu.most_ranks(),
+        "{ranks}: with --device cpu SGLang starts a rank for each NUMA node, or for each list of cores in "
         "SGLANG_CPU_OMP_THREADS_BIND, and has fewer; use that variable, with '0-3|4-7' for two ranks of four cores",
     ),
 )
@@ -239,7 +246,9 @@ def refuse_resolved(settings, model, config: FreeKVConfig) -> None:
         "chunk": max(1, settings.chunked_prefill_size // config.page_size) * config.page_size,
         "dense": ",".join(map(str, config.dense_layers)),
         "full": _ranges(_full_layers(model)),
+        "lora": "--enable-lora" if settings.enable_lora else "--lora-paths",
         "pages": LEAST_PAGES,
+        "ranks": " ".join(f"--{name}-size {count}" for name, count in (("tp", settings.tp_size), ("dp", settings.dp_size)) if count > 1),
         "most_pages": MOST_PAGES,
         "slide": SLIDE,
         "least": LEAST_PAGES * config.page_size,

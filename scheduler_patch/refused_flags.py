@@ -26,7 +26,7 @@ NO_PROOF = "it skips SGLang's warm-up, whose request proves that FreeKV's hooks 
 ONE_STATE = "it keeps states of linear attention in a way that has not been tested; leave it out"
 ONE_KERNEL = f"it computes whole steps, and their attention reads KV on the GPU; leave it out, {OFF}"
 
-COUNTS = "context_length", "nnodes"  # SGLang accepts numbers below 1 for them, and dies later
+COUNTS = "context_length", "nnodes", "max_running_requests"  # SGLang accepts numbers below 1 for them, and dies later or takes 1
 
 
 class Flag(NamedTuple):

@@ -258,6 +258,13 @@ def test_on_a_cpu_the_suggestion_leaves_room_for_the_weights(make_machine, ask):
     assert answer.code == 0 and host + device <= 20 * GIB and answer.flag("--device") == "cpu"
 
 
+@pytest.mark.parametrize("chunk, is_named", [(-1, True), (0, True), (4096, False)])
+def test_on_a_cpu_prefills_without_chunks_need_a_share_that_is_named(make_machine, ask, chunk, is_named):
+    """SGLang would set aside 1.5 MB for each of 16,384 tokens, and leave nothing of 20 GiB."""
+    answer = ask(make_machine(NoGpu(), available=20), "--model-path", LLAMA, "--context-length", 8192, "--chunked-prefill-size", chunk)
+    assert answer.code == 0 and ("--mem-fraction-static" in answer.report["command"]) == is_named
+
+
 def test_a_given_link_and_estimates(ask):
     flags = (*FAST, "--context-length", 16384, "--host-memory", 64)
     given = ask(None, *flags, "--gpu", "H200", "--link-gb-per-s", 54).found["decode rate"].value

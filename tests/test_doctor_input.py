@@ -86,7 +86,7 @@ BAD_WITH_THE_MODEL = {
     ("--tp-size", "3"): "--tp-size 3: expected a number that divides 32 query heads and 8 kv heads; use --tp-size 2",
     ("--page-size", "1", "--freekv-digest", "min-max"): "--page-size 1: a page of one token has nothing to summarise",
     ("--kv-cache-dtype", "mxfp8"): "--kv-cache-dtype mxfp8: FreeKV stores KV in the model's type or in 8 bits; use --kv-cache-dtype auto, ",
-    ("--kv-cache-dtype", "fp8_e5m2", "--device", "cpu"): "--kv-cache-dtype fp8_e5m2: SGLang does not serve it with --device cpu",
+    ("--device", "cpu"): "--gpu 80: expected none with --device cpu, where nothing is on a GPU; leave one of them out",
     ("--chunked-prefill-size", "1001"): "--chunked-prefill-size 1001: expected a multiple of --page-size 8",
     ("--max-total-tokens", "24"): "--max-total-tokens 24: expected at least 32",
     (
@@ -110,6 +110,13 @@ def test_a_bad_option_is_one_line(ask, flags):
 @pytest.mark.parametrize("flags", BAD_WITH_THE_MODEL, ids=" ".join)
 def test_an_option_that_does_not_go_with_the_model_is_one_line(ask, flags):
     one_line(ask(None, "--model-path", LLAMA, "--gpu", 80, *flags), BAD_WITH_THE_MODEL[flags])
+
+
+def test_an_option_that_a_cpu_has_not_is_one_line(ask):
+    flags = ("--model-path", LLAMA, "--device", "cpu", "--host-memory", 64)
+    one_line(ask(None, *flags, "--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2: SGLang does not serve it with --device cpu")
+    for name, value in (("--gpus", "2"), ("--link-gb-per-s", "50.0")):
+        one_line(ask(None, *flags, name, value), f"{name} {value}: expected none with --device cpu, where nothing is on a GPU")
 
 
 @pytest.mark.parametrize("text", BAD_CONFIGS, ids=lambda text: text[:30])

@@ -99,7 +99,12 @@ VALUES = {  # typed flags: how the refusal begins
     ("--freekv-dense-layers", ALL_LAYERS): f"--freekv-dense-layers {ALL_LAYERS}: expected at least one layer left",
     ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"): "--enable-lora: SGLang pins memory for adapters",
     ("--cuda-graph-backend-prefill", "breakable"): "--cuda-graph-backend-prefill breakable: there is no prefill graph with --device cpu",
+    ("--lora-paths", "/nowhere"): "--lora-paths: SGLang pins memory for adapters",
     ("--tp-size", "2"): "--tp-size 2: with --device cpu SGLang starts a rank for each NUMA node",
+    ("--dp-size", "2"): "--dp-size 2: with --device cpu SGLang starts a rank for each NUMA node",
+    ("--max-running-requests", "0"): "--max-running-requests 0: expected at least 1",
+    ("--max-running-requests", "-3"): "--max-running-requests -3: expected at least 1",
+    ("--mem-fraction-static", "-0.1"): "--mem-fraction-static -0.1: expected more than 0, ",
     ("--nnodes", "0"): "--nnodes 0: expected at least 1",
     ("--context-length", "-5"): "--context-length -5: expected at least 1",
     (
@@ -115,7 +120,7 @@ VALUES = {  # typed flags: how the refusal begins
 }
 FINE = (  # what must stay possible
     ("--tp-size", "2", "--device", "cuda"),
-    ("--dp-size", "2"),
+    ("--dp-size", "2", "--device", "cuda"),
     ("--disable-radix-cache",),
     ("--disable-cuda-graph",),
     ("--cuda-graph-backend-decode", "disabled"),
@@ -444,7 +449,8 @@ def test_what_sglang_insists_on(monkeypatch):
     resolved = {"kv_cache_dtype": "auto", "page_size": 32, "chunked_prefill_size": 4096}
     resolved |= {"max_total_tokens": None, "device": "cuda", "grammar_backend": "xgrammar"}
     resolved["cuda_graph_config"] = graphs("breakable")
-    resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None}
+    resolved |= {"tp_size": 2, "moe_a2a_backend": "none", "moe_dense_tp_size": None, "enable_lora": None, "lora_paths": None}
+    resolved |= {"dp_size": 1, "mem_fraction_static": 0.88}
     monkeypatch.setattr(refusals, "_full_layers", lambda model: list(range(6)))
     model = SimpleNamespace(quantization=None, is_hybrid_swa=False, context_len=(1 << 25) - 32)
     backends = ("freekv", "freekv")
