@@ -226,11 +226,9 @@ class Plan:
             "page_size": self.question.server.page_size,
         }
         typed_words = {name: value for name, value in self.question.typed.items() if name not in flags}
-        is_unlimited = (
-            self.chunk is not None and self.chunk < 1
-        )  # SGLang sets aside much for such prefills, and on a CPU more than there is
         last: dict[str, Any] = {} if self.on_gpu else {"device": "cpu"}
-        last |= {"mem_fraction_static": self.static_share} if self.on_gpu or is_unlimited else {}
+        if self.on_gpu or (self.chunk is not None and self.chunk < 1):  # without chunks SGLang sets aside more than a small host has
+            last["mem_fraction_static"] = self.static_share
         words = ["python", "-m", "sglang.launch_server"]
         for name, value in (flags | typed_words | last).items():
             if value is not None:

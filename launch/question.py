@@ -191,8 +191,10 @@ def _refuse_idle(asked: argparse.Namespace) -> None:
 
 def _refuse_gpu(asked: argparse.Namespace) -> None:
     """Raise Refusal for an option about a GPU beside ``--device cpu``."""
+    if getattr(asked, "device", None) != "cpu":
+        return
     for name in ("gpu", "gpus", "link_gb_per_s"):
-        if getattr(asked, "device", None) == "cpu" and (value := getattr(asked, name)) is not None:
+        if (value := getattr(asked, name)) is not None:
             raise Refusal(f"{typed(name)} {value}: expected none with --device cpu, where nothing is on a GPU; leave one of them out")
 
 

@@ -212,9 +212,8 @@ RESOLVED_RULES = (
         "--freekv-dense-layers {dense}: expected at least one layer left to compress; name fewer, " + OFF,
     ),
     Rule(
-        lambda s, m, c: (
-            s.device == "cpu" and (s.enable_lora or (s.lora_paths and s.enable_lora is not False))
-        ),  # paths alone turn it on later
+        # paths alone turn it on, but later
+        lambda s, m, c: s.device == "cpu" and (s.enable_lora or (s.lora_paths and s.enable_lora is not False)),
         "{lora}: SGLang pins memory for adapters, which takes a GPU; leave --enable-lora and --lora-paths out, or use --device cuda",
     ),
     Rule(

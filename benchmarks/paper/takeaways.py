@@ -12,7 +12,8 @@ from benchmarks.report import markdown
 BESIDE = (
     "FreeKV's time over stock SGLang's, for each configuration that was measured in several cells. TPOT is the time per token, and TTFT that to "
     "the first one. *One of 2K* is one request alone. *Slowest* and *fastest* are the cells with the largest and the smallest ratio of TPOT. "
-    "Cells are named by the prompts that were sent, and TPOT is of those that decoded *at once*, as the tables below tell. TTFTs are from the least to the most of all cells. A dash stands where nothing was measured, or the two sides are of two machines."
+    "Cells are named by the prompts that were sent, and TPOT is of those that decoded *at once*, as the tables below tell. TTFTs are from the "
+    "least to the most of all cells. A dash stands where nothing was measured, or the two sides are of two machines."
 )
 
 
@@ -124,7 +125,7 @@ def _load(facts: dict) -> Iterator[str]:
     best = facts.get("goodput", {})
     if {"stock", "freekv"} <= best.keys():
         limits, every = facts["limits"], ""
-        if all(facts["kept"].values()):
+        if facts["kept"].keys() == best.keys():
             best, every = facts["kept"], "all of "
         fast = f" With `fast` it answers {every}{best['freekv-fast']:.1f}." if "freekv-fast" in best else ""
         yield (

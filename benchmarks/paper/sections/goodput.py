@@ -22,11 +22,10 @@ def of_goodput(path: Path, directory: Path) -> Section:
     rows = ladder.rows_of(section.results, limits, goodput.SYSTEMS)
     lasted = [len(result["ttfts"]) / ladder.offered_of(result) for *_, result in rows]
     best = ladder.best_of(section.results, limits, goodput.SYSTEMS)
-    whole = [(name, point.goodput) for name, _, point, _ in rows if point.within == 1]
-    kept = {system: max((goodput for name, goodput in whole if name == system), default=None) for system in best}
+    whole = {key: result for key, result in section.results.items() if ladder.point_of(result, limits).within == 1}
     section.facts |= {
         "goodput": best,
-        "kept": kept,
+        "kept": ladder.best_of(whole, limits, goodput.SYSTEMS),  # where all requests were within limits
         "limits": limits,
         "under load": f"{_where(section)}{', with earlier code' * section.is_earlier}",
     }
