@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -96,6 +97,8 @@ class Server:
         self.command = [*self.program, *flags, "--port", str(port), "--nccl-port", str(between_ranks)]
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # SGLang sends itself a request at start-up
+        if ("--device", "cpu") in itertools.pairwise(flags):
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # SGLang would call the kernels of a GPU that it sees
         with log.open("w") as out:
             self.process = self._begin(environment, cwd, out)
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -3,7 +3,7 @@
 #   bash launch/test.sh                               # everything
 #   bash launch/test.sh -k packaging -x               # what pytest selects, on the newest release that is tested
 #   bash launch/test.sh 0.5.17 tests/e2e -k canary    # the same on an older one
-# Without arguments the newest release has the whole suite. An older one has its hooks, what is marked both_releases, and its own Triton.
+# Without arguments a GPU is hidden, and the newest release has the whole suite. An older one has its hooks, what is marked both_releases, and its own Triton.
 # Releases are set up side by side, and the tests of the newest do not wait for older ones.
 # Two lanes take parts from one list, because a server leaves a core idle most of the time.
 # A part is printed when it ends. The faults of all parts, and how each of them ended, are printed in the end. A server takes 3 GiB.
@@ -79,7 +79,7 @@ for release in "${older[@]}"; do
 done
 bash launch/setup.sh &
 wait "$!"  # a signal ends a wait at once
-export newest logs
+export newest logs CUDA_VISIBLE_DEVICES=  # servers on a CPU refuse to start where SGLang sees a GPU
 export -f environment_of run
 parts | xargs -L 1 -P 2 bash -c 'run "$@"' run &
 wait "$!" || status=$?

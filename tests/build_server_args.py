@@ -25,12 +25,17 @@ def run(cases: dict[str, dict], path: Path | None = None) -> dict:
 
     Args:
         cases: ``{"argv": [...]}`` for the command line, or ``{"args": [...], "kwargs": {...}}`` for ``Engine``;
-            with ``"stock"`` ServerArgs is SGLang's own.
+            with ``"stock"`` ServerArgs is SGLang's own. A command line without a port has a free one.
         path: a folder with another package sglang than the one that is installed.
     """
     from serving import the_nursery  # here, because the forked process has no need of it
+    from sglang_freekv.launch.server import free_port
 
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({"PYTHONPATH": str(path)} if path else {})
+    port = ["--port", str(free_port())]  # somebody may listen on SGLang's default
+    cases = {
+        name: case | {"argv": [*case["argv"], *port]} if "--port" not in case.get("argv", port) else case for name, case in cases.items()
+    }
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"} | ({"PYTHONPATH": str(path)} if path else {})
     with tempfile.TemporaryDirectory() as folder:
         asked, told, log = (Path(folder, name) for name in ("cases.json", "facts.json", "log.txt"))
         asked.write_text(json.dumps(cases))

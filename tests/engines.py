@@ -40,9 +40,8 @@ def run_all(jobs: dict[str, dict[str, Any]], directory: Path, environment: dict[
     """
     file = directory / "jobs.json"
     file.write_text(json.dumps(jobs))
-    subprocess.run(
-        [sys.executable, "-P", __file__, str(file)], env=os.environ | cpu_environment() | (environment or {}), check=True, timeout=1800
-    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | cpu_environment() | (environment or {})
+    subprocess.run([sys.executable, "-P", __file__, str(file)], env=environment, check=True, timeout=1800)
     for name in jobs:
         if not (directory / f"{name}.json").exists():
             raise RuntimeError(f"{name}: the engine failed\n" + (directory / f"{name}.log").read_text(errors="replace")[-4000:])

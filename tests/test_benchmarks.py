@@ -403,8 +403,12 @@ def test_a_run_of_several_processes_has_an_id_and_a_command(tmp_path, monkeypatc
         Report("demo", tmp_path)
 
 
-def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path):
+def test_a_stamp_tells_whether_the_code_is_the_commits(tmp_path, monkeypatch):
     import subprocess
+
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # of a hook that runs the tests
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")  # which may sign commits
 
     def git(*words: str) -> str:
         who = "-c", "user.name=x", "-c", "user.email=x"

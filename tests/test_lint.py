@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,9 @@ def plan(candidates: Candidates, heads: Heads, tables: Tables, misses: Misses, c
 
 
 def found_by(*command: object, cwd: Path = ROOT) -> str:
-    done = subprocess.run([sys.executable, "-P", "-m", *map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=300)
+    plain = {name: value for name, value in os.environ.items() if "FORCE_COLOR" not in name}  # colours would stand within the words
+    words = [sys.executable, "-P", "-m", *map(str, command)]
+    done = subprocess.run(words, cwd=cwd, env=plain, text=True, capture_output=True, timeout=300)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

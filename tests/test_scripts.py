@@ -64,7 +64,7 @@ def test_every_program_explains_itself(told, program):
 
 PYTEST = """#!/usr/bin/env bash
 echo "asked: $*"
-[ "${PYTHONDONTWRITEBYTECODE:-}" ] && exit 1
+[ "${PYTHONDONTWRITEBYTECODE:-}${CUDA_VISIBLE_DEVICES:-}" ] && exit 1
 [[ $* == *"$FAILING"* ]] || { echo '== 1 passed =='; exit 0; }
 [ "$FAULT" ] && { printf 'half a line'; eval "$FAULT"; exit 0; }
 echo 'FAILED tests/test_it.py'; echo '== 1 failed =='; exit 1
@@ -114,6 +114,7 @@ def test_a_part_that_fails_fails_the_whole_run_and_ends_no_other(tmp_path, monke
     checkout(tmp_path, PYTEST)
     monkeypatch.setenv("FAILING", failing), monkeypatch.setenv("FAULT", "")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # with it, each process of the tests would compile what it imports
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # servers on a CPU would be refused
     done = run_parts(tmp_path)
     assert done.returncode == status, done.stdout + done.stderr
     _, told = done.stdout.split("==== All parts\n")

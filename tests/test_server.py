@@ -32,6 +32,16 @@ def test_ranks_meet_at_a_port_that_linux_hands_out_to_nobody(tmp_path):
     assert flags["--port"] == str(port) and int(flags["--nccl-port"]) in set(PORTS) - {port}
 
 
+@pytest.mark.parametrize("flags, seen", [(["--device", "cpu"], ""), (["--device", "cuda"], "5"), ([], "5")])
+def test_a_server_on_the_cpu_sees_no_gpu(flags, seen, tmp_path, monkeypatch):
+    class Telling(Server):
+        program = (sys.executable, "-c", "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    server = Telling(flags, free_port(), tmp_path / "log", tmp_path)
+    assert server.process.wait(30) == 0 and server.log.read_text() == f"{seen!r}\n"
+
+
 def test_a_port_that_was_taken_meanwhile_is_told_at_once(tmp_path):
     class Refused(Server):
         script = "import time; print('[Errno 98] error while attempting to bind on address', flush=True); time.sleep(99)"

@@ -119,6 +119,7 @@ def lm_eval(tmp_path, monkeypatch):
         (site / name).mkdir(parents=True)
         (site / name / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there, and a local server is asked past it
     return lambda source=LM_EVAL: (site / "lm_eval" / "__main__.py").write_text(source)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from contextlib import suppress
 
 import numpy as np
 import openai
@@ -13,7 +13,7 @@ import sglang as sgl
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.needle import tasks
-from serving import HEAD_DIM, KV_HEADS, LAYERS
+from serving import HEAD_DIM, KV_HEADS, LAYERS, wait_until
 from sglang_freekv.metrics import METRICS
 
 ARGUMENTS = {
@@ -97,6 +97,21 @@ def test_a_prefix_hit_comes_from_host_memory(fleet):
     assert cached == [None, {"device": 0, "host": 1472}]
 
 
+def metrics_page(server) -> str:
+    with server.open("/metrics") as response:
+        return response.read().decode()
+
+
+def exported(page: str) -> dict[tuple[str, str | None], float]:
+    """FreeKV's samples by name and pool."""
+    return {
+        (sample.name.removeprefix("sglang:freekv_"), sample.labels.get("pool")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name.startswith("sglang:freekv_")
+    }
+
+
 def test_server_info_and_metrics(fleet):
     before = fleet.small.when_idle()["totals"]
     counts = fleet.small.generate(a_document(1800, seed=9).token_ids, 30)["meta_info"]["freekv"]
@@ -110,15 +125,6 @@ def test_server_info_and_metrics(fleet):
     assert state["rows_used"] == 0 and state["frames_total"] == 8 * 16 and built["frame_tokens"] == 9 * 512  # slots, and those of padding
     assert state["host_pages_total"] == 4096
     assert state["absent_pages"] == (1800 + 29) // 32 + 1
-    time.sleep(1)  # the scheduler exports when it finds itself idle
-    with fleet.small.open("/metrics") as response:
-        page = response.read().decode()
-    exported = {
-        (sample.name.removeprefix("sglang:freekv_"), sample.labels.get("pool")): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name.startswith("sglang:freekv_")
-    }
     expected = {f"{name}_total": total for name, total in after.items()}
     expected |= {name: state[name] for name in ("host_pages_used", "host_pages_total", "rows_used", "rows_total")}
     expected |= {name: state[name] for name in ("partial_rows", "frames_used", "frames_total", "resident_pages", "absent_pages")}
@@ -133,7 +139,10 @@ def test_server_info_and_metrics(fleet):
         "staging": "staging",
     }
     pools = {("pool_bytes", pool): built[f"{name}_bytes"] for pool, name in described.items()}
-    assert exported == {(name, None): value for name, value in expected.items()} | pools and min(pools.values()) > 0
+    expected = {(name, None): value for name, value in expected.items()} | pools
+    with suppress(AssertionError):  # the scheduler exports once it finds itself idle
+        wait_until(lambda: exported(metrics_page(fleet.small)) == expected, 30)
+    assert exported(page := metrics_page(fleet.small)) == expected and min(pools.values()) > 0
     for metric in METRICS:
         assert f"# HELP {metric.name} {metric.text}" in page and f"# TYPE {metric.name} {metric.kind}" in page
 

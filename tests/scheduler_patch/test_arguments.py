@@ -116,7 +116,7 @@ WRONG = {
     ("--port", "{taken}"): "--port {taken}: cannot listen on 127.0.0.1 (Address already in use); use a free --port, or another --host",
     ("--port", "{taken}", "--host", "0.0.0.0"): "--port {taken}: cannot listen on 0.0.0.0 (Address already in use)",
     ("--nccl-port", "{taken}"): "--nccl-port {taken}: cannot listen on 127.0.0.1 (Address already in use); use a free --nccl-port",
-    ("--host", "192.0.2.1"): "--port 30000: cannot listen on 192.0.2.1 (Cannot assign requested address)",
+    ("--port", "{taken}", "--host", "192.0.2.1"): "--port {taken}: cannot listen on 192.0.2.1 (Cannot assign requested address)",
     ("--port", 65536): "--port 65536: expected a port from 1 to 65535",
     ("--port", 0): "--port 0: expected a port from 1 to 65535",
     (

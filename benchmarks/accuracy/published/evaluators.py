@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.accuracy.published import longbench_v2
+from benchmarks.accuracy.published.endpoint import LOCAL
 from benchmarks.accuracy.published.presets import Preset
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +31,9 @@ class EvaluatorFailed(RuntimeError):
 
 def call(command: list[str], log: Path) -> tuple[int, str]:
     """Runs an evaluator and shows what it prints; its exit status, and all that."""
+    past_proxies = ",".join([os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "", *LOCAL]).lstrip(",")
     environment = {"OPENAI_API_KEY": "EMPTY", "TOKENIZERS_PARALLELISM": "false"} | os.environ
+    environment |= {"no_proxy": past_proxies, "NO_PROXY": past_proxies}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment)
         try:
