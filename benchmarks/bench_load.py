@@ -13,7 +13,6 @@ import multiprocessing.forkserver
 import os
 import runpy
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from benchmarks import profiles
 from benchmarks.report import Report, arguments, chosen, say, seconds_since_start, table
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup, words
+from sglang_freekv.launch.server import ended_by_sigterm
 
 SYSTEMS, SEED = ("stock", "freekv"), 1
 SHARED, SERIAL = "generated-shared-prefix", "serial"
@@ -258,6 +258,7 @@ def summary(results: dict, wanted) -> str:
     return table(header, [(part, system, *(results[f"{system}/{part}"][name] for name in columns)) for part, system in keys])
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = arguments(__doc__, "bench_load-SHAPE", PARTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the needle model, short and few requests")
@@ -269,7 +270,6 @@ def main() -> int:
     parser.add_argument("--freekv-flags", default="", metavar="FLAGS", help="the same for FreeKV")
     parser.add_argument("--part-seconds", type=float, default=120, help="most seconds of one part")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     extra = {"extra_stock": tuple(options.stock_flags.split()), "extra_freekv": tuple(options.freekv_flags.split())}
     if options.device == "cpu":
         setup = TextSetup("needle", "cpu", scale=16, budget=256, **extra)

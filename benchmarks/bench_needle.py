@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from benchmarks.needle import tasks, weights
 from benchmarks.report import ROOT, Report, arguments, chosen, say, table
 from benchmarks.servers import words
-from sglang_freekv.launch.server import Server, free_port
+from sglang_freekv.launch.server import Server, ended_by_sigterm, free_port
 
 LENGTHS, DOCUMENTS, TASKS = (2048, 8192), 8, ("magic-number", "code-word", "multi-value") * 3
 NEW_TOKENS, CONCURRENCY = 16, 16
@@ -62,6 +63,7 @@ def equal_tokens(some: list[list[int]], others: list[list[int]]) -> float:
     return sum(x == y for x, y in pairs) / len(pairs)
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = arguments(__doc__, "bench_needle", list(SYSTEMS))
     options = parser.parse_args()
@@ -72,13 +74,14 @@ def main() -> int:
         "--sampling-backend": "pytorch", "--max-running-requests": CONCURRENCY, "--max-total-tokens": 200_000,
     }  # fmt: skip
     answers, alone, rows = {}, {}, []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stop, ExitStack() as terminate:  # all are told, and then awaited
         servers = {}
         for name, flags in SYSTEMS.items():
             if flags.get("--tp", 1) > torch.cuda.device_count():
                 say(f"{name} is left out: it needs {flags['--tp']} GPUs")
             elif wanted(name):
                 servers[name] = Server(words(common | flags), port := free_port(), Path(scratch) / f"{name}.log", ROOT)
+                stop.callback(servers[name].stop), terminate.callback(servers[name].process.terminate)
                 say(f"starting {name} on port {port}")
         for name, server in servers.items():
             with report.part(name):
@@ -98,10 +101,6 @@ def main() -> int:
                 result = {"questions": len(asked), "accuracy": accuracy, "equal_to_its_repeat_on_prefix_hits": repeat, "of_a_rank": built}
                 report.add(name, result | {"canary": server.state()["canary"]} if "--freekv-canary" in SYSTEMS[name] else result)
                 rows.append((name, *accuracy.values(), repeat))
-        for server in servers.values():
-            server.process.terminate()
-        for server in servers.values():
-            server.stop()
     for one, other in PAIRS:
         if one in answers and other in answers:
             result = {"equal_tokens": equal_tokens(answers[one], answers[other]), "tokens": len(asked) * NEW_TOKENS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmarks.clock import Clock
 from benchmarks.report import Report, arguments, chosen
 from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, SYSTEMS, Setup
+from sglang_freekv.launch.server import ended_by_sigterm
 
 CONTEXTS = (32768, 131072)
 PARTS = (*(f"prefill-{ttft.name_of(context)}" for context in CONTEXTS), *(f"decode-{case.name}" for case in tpot.CASES))
@@ -58,9 +58,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@ended_by_sigterm()
 def main() -> int:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     settings = {"tokens": options.tokens, "repeats": options.repeats}
     setup = Setup(
         shape=options.shape,

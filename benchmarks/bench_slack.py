@@ -14,6 +14,7 @@ from benchmarks.report import Report, arguments, chosen, say, table
 from benchmarks.servers import BenchServer, running
 from benchmarks.setups import Setup
 from benchmarks.tpot import achieved
+from sglang_freekv.launch.server import ended_by_sigterm
 
 SLACKS = (1, 1.5, 2, 4)
 TASKS = ("magic-number", "code-word", "multi-value")
@@ -72,6 +73,7 @@ def measure(slack: float, setup: Setup, prompts: list, per_document: int, wanted
                 say(f"replay/{key}: {counted['recalled_bytes_per_token'] / 1e3:.1f} kB per token, x {counted['missed']:.3f}")
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = arguments(__doc__, "bench_slack", ("needle", "replay"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

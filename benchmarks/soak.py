@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.needle import tasks, weights
 from benchmarks.report import ROOT, Report, arguments, say, table
 from benchmarks.setups import words
-from sglang_freekv.launch.server import Server, ServerFailed, free_port
+from sglang_freekv.launch.server import Server, ServerFailed, ended_by_sigterm, free_port
 
 TASKS, NEW_TOKENS, FILLER_TOKENS = ("magic-number", "code-word", "multi-value"), 16, 48
 LONG = {"max_new_tokens": 400, "ignore_eos": True}  # for who will not wait for the end
@@ -203,6 +203,7 @@ def growth(samples: list[dict], name: str) -> float | None:
     return statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter]) if values and quarter else None
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = arguments(__doc__, "soak")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

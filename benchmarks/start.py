@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,7 +16,7 @@ from benchmarks.clock import Clock
 from benchmarks.report import ROOT, Report, arguments, chosen, say, table
 from benchmarks.servers import grow_host_memory, keep_log
 from benchmarks.setups import SHAPES, Setup, words
-from sglang_freekv.launch.server import PHASES, Server, ServerFailed, free_port
+from sglang_freekv.launch.server import PHASES, Server, ServerFailed, ended_by_sigterm, free_port
 from sglang_freekv.scheduler_patch.cpu import cpu_environment
 
 FIRST = Setup(context_length=131_072, host_memory=64)
@@ -85,6 +84,7 @@ def measure(name: str, setup: Setup, directory: Path, most_s: float) -> dict:
         server.stop()
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = arguments(__doc__, "start-SHAPE", STARTS)
     parser.add_argument("--shape", choices=SHAPES, default=FIRST.shape)
@@ -93,7 +93,6 @@ def main() -> int:
     parser.add_argument("--first-seconds", type=float, default=300, help="most seconds of a first start, which compiles for minutes")
     parser.add_argument("--dry-run", action="store_true", help="the needle model on a CPU")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     first, other = (replace(setup, shape=options.shape, host_memory=options.host_memory) for setup in (FIRST, OTHER))
     if options.dry_run:
         first, other = SMALL, replace(SMALL, budget=768, context_length=70_000)

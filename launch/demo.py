@@ -7,7 +7,6 @@ Run it with ``bash launch/demo.sh [--keep] [--port N]``, which installs what it 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_freekv.launch.server import Server, ServerFailed, ensure_free, free_port
+from sglang_freekv.launch.server import Server, ServerFailed, ended_by_sigterm, ensure_free, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / ".out" / "demo.log"
@@ -107,12 +106,12 @@ def show_how_to_use(server: Server) -> None:
     say(f"  stop it: kill {server.process.pid}")
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/demo.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="leave the server running")
     parser.add_argument("--port", type=int, help="port of the server (default: a free one)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     on_gpu = torch.cuda.is_available()
     say(f"starting SGLang with KV retrieval on {torch.cuda.get_device_name() if on_gpu else 'the CPU'}")

@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -69,6 +70,16 @@ def ensure_free(port: int) -> int:
         except (OSError, OverflowError) as error:
             raise ServerFailed(f"--port {port}: {error}; leave --port out to take a free one") from None
     return port
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the program as ``sys.exit`` does, so that servers are stopped on the way out. It also decorates a ``main``."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def news_in(lines: Iterable[str]) -> Iterator[str]:

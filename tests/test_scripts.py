@@ -62,6 +62,18 @@ def test_every_program_explains_itself(told, program):
     assert status == 0 and "--help" in text, f"{status}\n{text[-500:]}"
 
 
+STARTS_SERVERS = re.compile(
+    r"^from (benchmarks\.servers import .*\brunning\b|sglang_freekv\.launch\.server import .*\bServer\b)", re.MULTILINE
+)
+
+
+def test_programs_that_start_servers_stop_them_where_they_are_terminated():
+    sources = {path: path.read_text() for directory in PACKAGES for path in (ROOT / directory).rglob("*.py")}
+    starting = {path: text for path, text in sources.items() if "\ndef main(" in text and STARTS_SERVERS.search(text)}
+    assert len(starting) >= 11
+    assert not [path.name for path, text in starting.items() if "\n@ended_by_sigterm()\ndef main(" not in text]
+
+
 PYTEST = """#!/usr/bin/env bash
 echo "asked: $*"
 [ "${PYTHONDONTWRITEBYTECODE:-}${CUDA_VISIBLE_DEVICES:-}" ] && exit 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
-from sglang_freekv.launch.server import PORTS, Server, ServerFailed, free_port
+from sglang_freekv.launch.server import PORTS, Server, ServerFailed, ended_by_sigterm, free_port
 
 
 def test_ports_are_free_and_not_those_that_linux_hands_out(monkeypatch):
@@ -30,6 +33,41 @@ def test_ranks_meet_at_a_port_that_linux_hands_out_to_nobody(tmp_path):
     flags = dict(zip(server.command[3::2], server.command[4::2]))
     assert flags.keys() == {"--tp-size", "--port", "--nccl-port"}
     assert flags["--port"] == str(port) and int(flags["--nccl-port"]) in set(PORTS) - {port}
+
+
+STARTS = """
+import sys, time
+from pathlib import Path
+from sglang_freekv.launch.server import Server, ended_by_sigterm, free_port
+
+class Idle(Server):
+    program = (sys.executable, "-c", "import time; time.sleep(300)")
+
+@ended_by_sigterm()
+def main():
+    server = Idle([], free_port(), Path("log"), Path("."))
+    try:
+        print(server.process.pid, flush=True)
+        time.sleep(300)
+    finally:
+        server.stop()
+
+main()
+"""
+
+
+def test_a_program_that_is_terminated_stops_its_server(tmp_path):
+    with subprocess.Popen([sys.executable, "-P", "-c", STARTS], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as program:
+        server = psutil.Process(int(program.stdout.readline()))
+        program.terminate()
+        assert program.wait(60) == 128 + signal.SIGTERM and not server.is_running()
+
+
+def test_sigterm_means_afterwards_what_it_meant_before():
+    before = signal.getsignal(signal.SIGTERM)
+    with ended_by_sigterm():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("flags, seen", [(["--device", "cpu"], ""), (["--device", "cuda"], "5"), ([], "5")])

@@ -24,7 +24,7 @@ from benchmarks.accuracy.method import Budget
 from benchmarks.report import ROOT, Report, arguments, chosen, say
 from benchmarks.setups import words
 from sglang_freekv.config import typed
-from sglang_freekv.launch.server import Server, free_port
+from sglang_freekv.launch.server import Server, ended_by_sigterm, free_port
 from sglang_freekv.options import FLAGS
 from sglang_freekv.policy import POLICIES
 from sglang_freekv.presets import PRESETS
@@ -150,6 +150,7 @@ def ask(server: Server, cell: Cell, key: str, identity: dict, options, report: R
         report.add(key, identity | {"scores": scores, "generated": generated, "trace": trace})
 
 
+@ended_by_sigterm()
 def main() -> int:
     """Exit status: 1 if something failed or a system is better than is possible."""
     parser = arguments(__doc__, "NAME-server", ("TASK/LENGTH/BUDGET/SYSTEM",))

@@ -15,7 +15,6 @@ but no time to think in them, and it needs chat templates. Turns are therefore s
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from benchmarks.report import Report, add_suffix, arguments, chosen, say, suffix
 from benchmarks.servers import BenchServer, Stream, keep_log, running
 from benchmarks.setups import SHAPES, Setup, hicache_flags
 from benchmarks.timing import Ceilings
+from sglang_freekv.launch.server import ended_by_sigterm
 from sglang_freekv.presets import DEFAULT_PRESET
 
 HICACHE, FREEKV = "stock-hicache", "freekv"
@@ -220,9 +220,9 @@ def measure_all(options: argparse.Namespace, setup: Setup, plan: Plan, limits: L
     run(systems, ladder, report, Clock(options.minutes, options.part_seconds))
 
 
+@ended_by_sigterm()
 def main() -> int:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     whole = Talk(options.tools, options.task, options.turns, options.answer, options.observation, options.think)
     setup, limits = setup_of(options, whole), Limits(options.ttft, options.tpot)
     plan = Plan(whole.divided(setup.scale), options.seconds, options.apart)

@@ -16,7 +16,6 @@ FreeKV's pages stay while there is room in them. ``stock-same-kv-hicache`` keeps
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -37,6 +36,7 @@ from benchmarks.setups import SHAPES, STOCK_PAGE, Setup, hicache_flags
 from benchmarks.timing import Ceilings
 from benchmarks.tpot import SETTLE_TOKENS
 from sglang_freekv.config import GIB
+from sglang_freekv.launch.server import ended_by_sigterm
 from sglang_freekv.presets import DEFAULT_PRESET
 
 RESIDENT, DEFAULT, SAME, BACKENDS = "freekv-resident", "freekv-default", "same-kv", ("fa3", "flashinfer")
@@ -217,9 +217,9 @@ def setup_of(options: argparse.Namespace) -> Setup:
     return replace(DRY_RUN, **sizes | {"max_running": 4}, **extra) if options.dry_run else Setup(options.shape, **sizes, **extra)
 
 
+@ended_by_sigterm()
 def main() -> int:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     setup = setup_of(options)
     report, wanted = Report(suffixed(f"paper-crossover-{setup.shape}", options), options.out), chosen(options)
 

@@ -12,7 +12,6 @@ there; what a document costs that is not there is told apart, as ``cold_ttfts_s`
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from benchmarks.servers import BenchServer, keep_log, running
 from benchmarks.setups import SHAPES, Setup
 from benchmarks.timing import Ceilings
 from benchmarks.tpot import missed_of
+from sglang_freekv.launch.server import ended_by_sigterm
 from sglang_freekv.presets import DEFAULT_PRESET
 
 STOCK, FREEKV, FAST = "stock", "freekv", "freekv-fast"
@@ -155,6 +155,7 @@ def goodputs(results: dict, limits: Limits) -> str:
     return f"{table(('documents in the tree', *HEADER), rows)}\nbest goodput, requests per second: {told or 'none'}{ratio}"
 
 
+@ended_by_sigterm()
 def main() -> int:
     parser = arguments(__doc__, "paper-goodput-SHAPE", [f"{system}/{rate:g}" for system in SYSTEMS for rate in RATES])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the needle model, all a sixteenth, 8 requests")
@@ -173,7 +174,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.requests < options.groups:
         parser.error(f"--requests {options.requests}: expected at least one for each of --groups {options.groups}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are stopped on the way out
     extra = {"extra_stock": tuple(options.stock_flags.split()), "extra_freekv": tuple(options.freekv_flags.split())}
     scale, requests = (16, 8) if options.device == "cpu" else (1, options.requests)
     lengths = (tokens // scale for tokens in (options.document, options.question, options.answer))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from benchmarks.accuracy.published.endpoint import Endpoint, EndpointFailed
 from benchmarks.accuracy.published.evaluators import EVALUATORS, Evaluator, EvaluatorFailed, Own, Run, call
 from benchmarks.accuracy.published.presets import PRESETS, Preset
 from benchmarks.report import ROOT, Report, arguments, say, table
+from sglang_freekv.launch.server import ended_by_sigterm
 
 NOTHING_RUN = 2
 JUDGE = ("judge_url", "judge_model", "judge_examples", "texts")
@@ -199,6 +199,7 @@ def dry_run(preset: Preset, evaluator: Evaluator, options: argparse.Namespace, o
     return 0
 
 
+@ended_by_sigterm()
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.list:
@@ -229,5 +230,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the evaluator is ended on the way out
     sys.exit(main())
