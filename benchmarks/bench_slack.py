@@ -16,7 +16,7 @@ from benchmarks.setups import Setup
 from benchmarks.tpot import achieved
 from sglang_freekv.launch.server import ended_by_sigterm
 
-SLACKS = (1, 1.5, 2, 4)
+LOADS, SLACKS = ("needle", "replay"), (1, 1.5, 2, 4)
 TASKS = ("magic-number", "code-word", "multi-value")
 REPLAYED = (CORRECTED[0.8], MISSED)  # c and x
 NEEDLE_TOKENS, REPLAY_TOKENS = 32, 128  # most that each request generates; behind its answer the needle model only repeats itself
@@ -56,17 +56,20 @@ def ask(server: BenchServer, prompts: list, new_tokens: int, to_the_end: bool) -
 def measure(slack: float, setup: Setup, prompts: list, per_document: int, wanted, report: Report) -> None:
     """One server: real questions, then the replay on the same prompts."""
     key, cache_tokens = f"slack-{slack:g}", int(slack * setup.budget)
+    loads = [load for load in LOADS if wanted(load, f"{load}/{key}")]
+    if not loads:
+        return
     with report.part(key, quiet=True), tempfile.TemporaryDirectory() as scratch:
         more = {"--freekv-device-cache": cache_tokens}
         with running(setup, "freekv", Path(scratch), START_DEADLINE_S, more) as server:
             server.set_load(None)
             for first in prompts[::per_document]:  # the others find its document in the tree
                 server.stream(list(first.token_ids), 1, REQUEST_DEADLINE_S)
-            if wanted("needle"):
+            if "needle" in loads:
                 counted, right = ask(server, prompts, NEEDLE_TOKENS, to_the_end=False)
                 report.add(f"needle/{key}", {"cache_tokens": cache_tokens, "right": sum(right), "asked": len(right), **counted})
                 say(f"needle/{key}: {counted['recalled_bytes_per_token'] / 1e3:.1f} kB per token, x {counted['missed']:.3f}")
-            if wanted("replay"):
+            if "replay" in loads:
                 server.set_load(setup.load(*REPLAYED, len(prompts[0].token_ids)))
                 counted, _ = ask(server, prompts[:8], REPLAY_TOKENS, to_the_end=True)
                 report.add(f"replay/{key}", {"cache_tokens": cache_tokens, **counted})
@@ -75,7 +78,7 @@ def measure(slack: float, setup: Setup, prompts: list, per_document: int, wanted
 
 @ended_by_sigterm()
 def main() -> int:
-    parser = arguments(__doc__, "bench_slack", ("needle", "replay"))
+    parser = arguments(__doc__, "bench_slack", [*LOADS, "LOAD/slack-SLACK"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--slack", type=float, nargs="+", default=list(SLACKS), help="device cache as multiples of the budget")
     parser.add_argument("--length", type=int, default=16384, help="tokens of a prompt")
@@ -106,7 +109,7 @@ def main() -> int:
         share, kilobytes = ours and base and ours / base, ours and ours / 1e3
         return [f"{load}, slack {slack:g}", result.get("cache_tokens"), kilobytes, share, result.get("missed"), right]
 
-    rows = [row(load, slack) for load in ("needle", "replay") for slack in options.slack]
+    rows = [row(load, slack) for load in LOADS for slack in options.slack]
     return report.finish(table(("bytes recalled", "cache tokens", "kB per token", "of slack 1", "x", "right"), rows))
 
 
